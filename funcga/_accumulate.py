@@ -2,15 +2,14 @@
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
-from funcga._call import OwningGradient, read_program, read_sizes
+from funcga._call import Options, OwningGradient, read_program, read_sizes
 from funcga._grad import GradientFunction
 from funcga._tools import load
 from funcga._types import Across, DropScope, DropTest, P, R, TotalsFn, Tree, WeightFn
-from funcga.errors import check_callable, explains_arguments
 from funcga.folds import FoldTree, mean
 
 if TYPE_CHECKING:
@@ -23,14 +22,8 @@ def accumulate(
     n: int | Literal["auto"] | None = None,
     *,
     microbatch_size: int | None = None,
-    fold: FoldTree = ...,
-    weight: WeightFn | None = None,
-    in_axes: Tree = None,
-    across: Across = None,
-    totals: TotalsFn | None = None,
     observe: None = None,
-    drop: DropScope | None = None,
-    drop_if: DropTest | None = None,
+    **options: Unpack[Options],
 ) -> Callable[P, R]: ...
 @overload
 def accumulate(
@@ -38,16 +31,9 @@ def accumulate(
     n: int | Literal["auto"] | None = None,
     *,
     microbatch_size: int | None = None,
-    fold: FoldTree = ...,
-    weight: WeightFn | None = None,
-    in_axes: Tree = None,
-    across: Across = None,
-    totals: TotalsFn | None = None,
     observe: "ObserverTree",
-    drop: DropScope | None = None,
-    drop_if: DropTest | None = None,
+    **options: Unpack[Options],
 ) -> Callable[P, tuple[R, Any]]: ...
-@explains_arguments
 def accumulate(
     grad_fn: Callable[P, R],
     n: int | Literal["auto"] | None = None,
@@ -133,9 +119,7 @@ def accumulate(
         >>> loss, grads
         (tensor(1.), {'w': tensor([-2., -2.])})
     """
-    # First, as loss_fn's own arguments would be taken for n and be blamed.
-    check_callable(grad_fn, "grad_fn", "funcga.value_and_grad(loss_fn)")
-    searches = isinstance(n, str) and n == "auto" and microbatch_size is None
+    searches = n == "auto" and microbatch_size is None
     count, rows = (None, None) if searches else read_sizes(n, microbatch_size, ', or n="auto"')
     program = read_program(
         grad_fn,
@@ -152,13 +136,9 @@ def accumulate(
         searches=searches,
     )
     search = load("plan.search", 'n="auto"').Search(program) if searches else None
-
     # A gradient function has no name of its own to copy.
-    names = (
-        ()
-        if isinstance(grad_fn, GradientFunction | OwningGradient)
-        else ("__doc__", "__name__", "__qualname__")
-    )
+    is_object = isinstance(grad_fn, GradientFunction | OwningGradient)
+    names = () if is_object else ("__doc__", "__name__", "__qualname__")
 
     @functools.wraps(grad_fn, assigned=names, updated=())
     def accumulated(*args: Any, **kwargs: Any) -> Any:
@@ -168,21 +148,10 @@ def accumulate(
             backend = program.backend(args, kwargs)
             if program.totals is not None:
                 program.totals.check_call(kwargs)
-            try:
-                if search:
-                    this().n, result = search(backend, args, kwargs)  # type: ignore[union-attr]
-                    return result
+            if search is None:
                 return backend.loop.accumulate(program, backend)(args, kwargs)
-            except TypeError as error:
-                program.check_call(error, len(args), kwargs)
-                if any(
-                    isinstance(arg, list) and arg and isinstance(arg[0], Mapping) for arg in args
-                ):
-                    error.add_note(
-                        "funcga: an argument is a list of dicts. If it is a window of "
-                        "micro-batches, stream it: funcga.stream(grad_fn)(params, microbatches)."
-                    )
-                raise
+            this().n, result = search(backend, args, kwargs)  # type: ignore[union-attr]
+            return result
 
     # Not a name of the closure, which would be a cycle that keeps grad_fn, and its module, alive.
     this = weakref.ref(accumulated)

@@ -1,21 +1,19 @@
 """`grad` and `value_and_grad`: one spelling and one order of results for both frameworks."""
 
 import functools
-import inspect
-import numbers
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, overload
 
 from funcga._backend import Arrays, Backend
 from funcga._backend.dispatch import backend_of, load_imported
-from funcga._backend.prefixes import is_uninitialised, leaf_paths
+from funcga._backend.prefixes import leaf_paths
 from funcga._call import KnownGradient, Memory, Program
 from funcga._call.arguments import argument_names
 from funcga._fold import as_number, is_quantity
 from funcga._types import Array, GradFn, LossFn, P, R, Scalar, Tree
-from funcga.errors import FuncgaError, uninitialised
+from funcga.errors import FuncgaError, check_callable
 
 
 # Counts gradients per thread, which shows whether a loss has a gradient inside.
@@ -83,7 +81,7 @@ class GradientFunction(KnownGradient):
             if counts:
                 _EVALUATIONS.count += 1
             scale = None
-            if self.scaled or "loss_scale" in kwargs:
+            if self.scaled:
                 # Read outside of the transform, in which the host sees no numbers.
                 scale, kwargs = self.read_scale(kwargs, backend)
 
@@ -107,85 +105,73 @@ class GradientFunction(KnownGradient):
 
     def arg_indices(self, count: int) -> tuple[int, ...]:
         """`argnums` for `count` positional arguments, none negative. Raises FuncgaError if one
-        is out of range.
+        is out of range, or is named twice.
         """
         argnums = self.argnums if isinstance(self.argnums, tuple) else (self.argnums,)
-        if any(not -count <= argnum < count for argnum in argnums):
-            raise FuncgaError(
-                f"argnums is {self.argnums!r}, and the call has {count} positional arguments, 0 to "
-                f"{count - 1}. Pass what is to be differentiated by position."
-            )
         # -1 and the last index name one argument.
-        arg_indices = tuple([argnum % count for argnum in argnums])
-        if len({*arg_indices}) != len(arg_indices):
+        arg_indices = tuple([argnum % count for argnum in argnums if -count <= argnum < count])
+        if len({*arg_indices}) != len(argnums):
             raise FuncgaError(
-                f"argnums is {self.argnums!r}, which names an argument twice. Name each once."
+                f"argnums is {self.argnums!r}, and the call has {count} positional arguments: name "
+                "each once, and pass what is to be differentiated by position."
             )
         return arg_indices
 
     def check_leaves(self, tree: Tree, arg_index: int, backend: Backend) -> None:
         """Raises FuncgaError if a leaf of this argument cannot be differentiated."""
-        # The path is worked out for the error alone.
+        arrays = backend.arrays
         for leaf_index, leaf in enumerate(backend.trees.flatten(tree)[0]):
-            if leaf is not None and not _has_gradient(leaf, backend):
-                name = argument_names(self.loss_fn, arg_index + 1)[arg_index]
-                path = leaf_paths(tree, backend.trees, name)[leaf_index]
-                raise _no_gradient(leaf, path, name, backend)
+            try:
+                dtype = None if leaf is None else arrays.as_array(leaf).dtype
+                if dtype is None or arrays.kind(dtype) in ("float", "complex"):
+                    continue
+            except TypeError:
+                pass
+            # The path is worked out for the error alone.
+            name = argument_names(self.loss_fn, arg_index + 1)[arg_index]
+            path = leaf_paths(tree, backend.trees, name)[leaf_index]
+            raise FuncgaError(
+                f"`{path}` is {arrays.describe(leaf)}, and a gradient is taken with respect to "
+                f"`{name}`: only float and complex arrays have one. Pass what is not trained as "
+                "another argument, whole: in_axes=(None, None, 0), and a module's parameters by "
+                "name: torch_backend.trainable(module)."
+            )
 
     def read_scale(self, kwargs: dict[str, Any], backend: Backend) -> tuple[Scalar, dict[str, Any]]:
         """(loss scale, other keyword arguments) of a call; the scale is None unless `scaled`.
         Raises FuncgaError if it is missing or invalid.
         """
         if not self.scaled:
-            if "loss_scale" in kwargs and not {"loss_scale", "**"} & _keywords(self.loss_fn):
-                raise FuncgaError(
-                    "the call has a loss_scale, which this gradient function does not take. Make "
-                    "it with scaled=True, as funcga.value_and_grad(loss_fn, scaled=True)."
-                )
             return None, kwargs
-        others = {name: value for name, value in kwargs.items() if name != "loss_scale"}
-        return check_loss_scale(kwargs.get("loss_scale"), backend.arrays), others
+        others, arrays = dict(kwargs), backend.arrays
+        scale = as_number(others.pop("loss_scale", None))
+        if arrays.is_array(scale) and scale.shape == ():
+            scale = arrays.scalar(scale)
+            if arrays.is_array(scale):
+                return scale, others  # which the host does not see
+        if not is_quantity(scale):
+            raise FuncgaError(
+                f"loss_scale is {scale!r}: it must be a finite number above 0, or a 0-d array of "
+                "one, such as the scale of funcga.transforms.loss_scaled: loss_scale=state.scale."
+            )
+        return scale, others
 
     def split(self, output: Tree, backend: Backend) -> tuple[Array, Tree]:
         """(loss, aux) of loss_fn's output. Raises FuncgaError if the loss is not a real scalar,
         or with has_aux the output not a pair.
         """
-        # Checked in this order: a pair, an array, a scalar, real.
-        loss, aux, arrays = output, None, backend.arrays
-        if self.has_aux:
-            if not isinstance(output, tuple | list) or len(output) != 2:
-                pair = "output.loss, output" if _has_loss(output) else "loss, aux"
-                shown = _describe(output, backend)
-                raise FuncgaError(
-                    f"loss_fn returned {shown}, and has_aux=True asks for a pair: return {pair}."
-                )
-            loss, aux = output
-        if not arrays.is_array(loss):
-            hint = (
-                " If it returns (loss, aux), say so: has_aux=True."
-                if isinstance(loss, tuple | list)
-                else ""
-            )
-            if _has_loss(loss):
-                raise FuncgaError(
-                    f"loss_fn returned {_describe(loss, backend)}, which holds the loss among "
-                    "other outputs. Return it "
-                    'alone, output.loss or output["loss"]; with has_aux=True also return '
-                    "output.loss, aux."
-                )
+        arrays = backend.arrays
+        is_pair = isinstance(output, tuple | list) and len(output) == 2
+        loss, aux = output if self.has_aux and is_pair else (output, None)
+        is_scalar = arrays.is_array(loss) and loss.shape == ()
+        if self.has_aux > is_pair or not is_scalar or arrays.kind(loss.dtype) != "float":
+            aux = "has_aux=True asks for a pair: return loss, aux"
+            if not self.has_aux:
+                aux = "to return (loss, aux) say has_aux=True"
             raise FuncgaError(
-                f"what loss_fn returned is {_describe(loss, backend)}, which has no gradient: "
-                f"return a scalar array, not a number that was taken out of one.{hint}"
-            )
-        if loss.shape != ():
-            raise FuncgaError(
-                f"loss_fn returned {arrays.describe(loss)}, and a gradient is that of a scalar: "
-                "return loss.mean(), or loss.sum() with fold=funcga.per_weight()."
-            )
-        if arrays.kind(loss.dtype) != "float":
-            raise FuncgaError(
-                f"loss_fn returned {arrays.describe(loss)}, and a gradient is that of a real "
-                "number: return a float, such as abs(loss) ** 2."
+                f"loss_fn returned {arrays.describe(loss)}, and a gradient is that of a scalar, a "
+                "real number: return loss.mean(), or loss.sum() with fold=funcga.per_weight(); "
+                f"{aux}."
             )
         return loss, aux
 
@@ -243,101 +229,12 @@ class GradientFunction(KnownGradient):
         )
 
 
-def check_loss_scale(scale: Scalar | None, arrays: Arrays) -> Scalar:
-    """The loss scale as a Python number where the host can see it, else as the 0-d array that it
-    is.
-
-    Raises FuncgaError if it is not a scalar number, or if the host sees that it is not finite and
-    above 0.
-    """
-    if scale is None:
-        raise FuncgaError(
-            "the gradient function was made with scaled=True, and the call has no loss_scale. Pass "
-            "the one of the state that divides by it: step(params, batch, loss_scale=state.scale)."
-        )
-    scale = as_number(scale)
-    if (
-        arrays.is_array(scale)
-        and scale.shape == ()
-        and arrays.kind(scale.dtype) in ("int", "float")
-    ):
-        scale = arrays.scalar(scale)
-        if arrays.is_array(scale):
-            return scale
-    if not is_quantity(scale):
-        described = repr(scale) if isinstance(scale, numbers.Number) else arrays.describe(scale)
-        raise FuncgaError(
-            f"loss_scale is {described}: it must be a finite number above 0, or a 0-d array of "
-            "one, such as the scale of funcga.transforms.loss_scaled: loss_scale=state.scale."
-        )
-    return float(scale)
-
-
 def scaled_loss(loss: Array, scale: Scalar, arrays: Arrays) -> Array:
     """The loss times its scale, as at least float32."""
     # The usual scale, 65,536, overflows in float16.
     dtype = arrays.accumulator_dtype(loss.dtype)
     wide = arrays.cast(loss, dtype)
     return wide * (arrays.cast(scale, dtype, loss) if arrays.is_array(scale) else scale)
-
-
-def _has_gradient(leaf: Any, backend: Backend) -> bool:
-    if is_uninitialised(leaf):
-        return False
-    try:
-        return backend.arrays.kind(backend.arrays.as_array(leaf).dtype) in ("float", "complex")
-    except TypeError:
-        return False
-
-
-def _no_gradient(leaf: Any, path: str, name: str, backend: Backend) -> FuncgaError:
-    """The error for a leaf without a gradient, at this path in the argument `name`."""
-    shown = backend.arrays.describe(leaf)
-    if is_uninitialised(leaf):
-        return uninitialised(path)
-    if hasattr(leaf, "named_parameters") or type(leaf).__name__ == "generator":
-        return FuncgaError(
-            f"`{name}` is {shown}, and a gradient is taken with respect to its arrays. Give a "
-            "module's parameters by name: torch_backend.trainable(module)."
-        )
-    return FuncgaError(
-        f"`{path}` is {shown}, and a gradient is taken with respect to `{name}`: only float and "
-        "complex arrays have one. Pass what is not trained as another argument, whole: "
-        "in_axes=(None, None, 0), or close over it."
-    )
-
-
-def _describe(output: Tree, backend: Backend) -> str:
-    if isinstance(output, tuple | list):
-        return f"a {type(output).__name__} of {len(output)}"
-    return backend.arrays.describe(output)
-
-
-def _has_loss(output: Tree) -> bool:
-    """Whether it is an output of a transformers model, or a dict, with a loss."""
-    return "loss" in output if isinstance(output, Mapping) else hasattr(output, "loss")
-
-
-def _keywords(loss_fn: LossFn) -> set[str]:
-    """The parameters that a loss takes by name; "**" if it takes any."""
-    # A gradient function, or another wrapper of a loss, takes what its loss takes.
-    while hasattr(loss_fn, "loss_fn"):
-        loss_fn = loss_fn.loss_fn
-    try:
-        parameters = inspect.signature(loss_fn).parameters.values()
-    except (TypeError, ValueError):
-        return {"**"}
-    return {"**" if p.kind is p.VAR_KEYWORD else p.name for p in parameters}
-
-
-def check_scaled(loss_fn: LossFn, scaled: bool) -> None:
-    """Raises FuncgaError if both the gradient function and its loss take a loss_scale."""
-    if scaled and "loss_scale" in _keywords(loss_fn):
-        raise FuncgaError(
-            "loss_fn has a parameter loss_scale, and scaled=True takes that name for the scale of "
-            "the backward pass. Give it another name; or multiply the loss yourself, without "
-            "scaled=True."
-        )
 
 
 @overload
@@ -433,26 +330,8 @@ def value_and_grad(
 
 def _gradient_function(
     loss_fn: LossFn, argnums: int | tuple[int, ...], has_aux: bool, with_value: bool, scaled: bool
-) -> Callable[..., Any]:
-    if not callable(loss_fn):
-        raise FuncgaError(
-            f"loss_fn is {loss_fn!r}, which is no function. Pass loss_fn(params, *batch) -> scalar."
-        )
-    if hasattr(loss_fn, "named_parameters") and any(True for _ in loss_fn.named_parameters()):
-        raise FuncgaError(
-            f"loss_fn is a module of type {type(loss_fn).__name__}, which has parameters of its "
-            "own and takes none. Write a loss function of it: "
-            "torch_backend.module_value_and_grad(module, lambda module, x, y: "
-            "F.mse_loss(module(x), y))."
-        )
-    # type(), as a bool is an int.
-    entries = argnums if isinstance(argnums, tuple) else (argnums,)
-    if not entries or any(type(entry) is not int for entry in entries):
-        raise FuncgaError(
-            f"argnums is {argnums!r}: it must be an int or a tuple of ints. Write argnums=0."
-        )
-    if scaled:
-        check_scaled(loss_fn, scaled)
+) -> GradientFunction:
+    check_callable(loss_fn, "loss_fn", "loss_fn(params, *batch) -> scalar")
     load_imported()  # no import is left for the first call, which torch.compile may be tracing
     return GradientFunction(loss_fn, argnums, has_aux, with_value, scaled)
 

@@ -4,14 +4,13 @@ micro-batches, n at a time.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count, islice
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack, overload
 
-from funcga._call import owner_of, read_program
-from funcga._call.supported import MODULE
+from funcga._call import Options, owner_of, read_program
 from funcga._fold import has_no_axes
 from funcga._transform.window_size import WindowSize, check_size, size_after
 from funcga._types import Across, DropScope, DropTest, R, TotalsFn, Tree, WeightFn
-from funcga.errors import FuncgaError, explains_arguments
+from funcga.errors import FuncgaError
 from funcga.folds import FoldTree, mean
 
 if TYPE_CHECKING:
@@ -24,31 +23,18 @@ Item = TypeVar("Item")
 def stream(
     grad_fn: Callable[..., R],
     *,
-    fold: FoldTree = ...,
-    weight: WeightFn | None = None,
-    in_axes: Tree = None,
-    across: Across = None,
-    totals: TotalsFn | None = None,
     observe: None = None,
-    drop: DropScope | None = None,
-    drop_if: DropTest | None = None,
     device: object = None,
+    **options: Unpack[Options],
 ) -> Callable[..., R]: ...
 @overload
 def stream(
     grad_fn: Callable[..., R],
     *,
-    fold: FoldTree = ...,
-    weight: WeightFn | None = None,
-    in_axes: Tree = None,
-    across: Across = None,
-    totals: TotalsFn | None = None,
     observe: "ObserverTree",
-    drop: DropScope | None = None,
-    drop_if: DropTest | None = None,
     device: object = None,
+    **options: Unpack[Options],
 ) -> Callable[..., tuple[R, Any]]: ...
-@explains_arguments
 def stream(
     grad_fn: Callable[..., Any],
     *,
@@ -125,102 +111,70 @@ def stream(
     def streamed(*args: Any, **kwargs: Any) -> Any:
         """The fold of grad_fn over an iterable of micro-batches: f(params, microbatches)."""
         with program.telling():
-            # The first micro-batch determines the framework.
-            spread, is_counted = _Spread(), program.totals is not None
-            if is_counted:
+            if program.totals is not None:
                 program.totals.check_call(kwargs)
-            leading, items = _iterate(args, spread, twice=is_counted)
+            *leading, microbatches = args
+            if hasattr(microbatches, "shape") or isinstance(microbatches, Mapping | str):
+                raise FuncgaError(
+                    f"microbatches is of type {type(microbatches).__name__}: one batch, not an "
+                    "iterable of micro-batches. Split it with funcga.accumulate(grad_fn, n), or "
+                    "pass a list of micro-batches."
+                )
+            # `map`, as a generator's frame would keep a reference to its last item.
+            items: Iterator[tuple[Any, ...]] = map(_fields, microbatches)
+            # The first micro-batch determines the framework.
             first = next(items, None)
             own: Sequence[Any] = ()
-            if first is None and owner is not None:
-                own = owner.parameters()  # the only arrays, without a micro-batch
-            # With other processes, the window raises the error on all of them.
-            if first is None and across is None and (owner is None or owner.kind == MODULE):
-                raise FuncgaError(
-                    "the stream is empty: there is no micro-batch to fold, and so no structure to "
-                    "return. Check the loader, or that a generator was not used up before."
-                )
+            if first is None:
+                if not program.is_told:
+                    raise FuncgaError(
+                        "the stream is empty: there is no micro-batch to fold, and so no structure "
+                        "to return. Check the loader, or that a generator was not used up before."
+                    )
+                # With other processes, the window raises the error on all of them. A module's
+                # parameters are then the only arrays.
+                own = () if owner is None else owner.parameters()
             backend = program.backend((*leading, *(first or own)), kwargs)
             ahead = [] if first is None else [first]
             # A reference in this frame would keep the first micro-batch in memory during the loop.
             del first
-            try:
-                if is_counted:
-                    count = backend.loop.stream(program.totals.counting(program, backend), backend)
-                    kwargs = {**kwargs, "totals": count(leading, _put_back(ahead, items), {})}
-                    items = _again(args, spread)
-                return backend.loop.stream(program, backend)(
-                    leading, _put_back(ahead, items), kwargs
-                )
-            except TypeError as error:
-                program.check_call(error, len(leading) + spread.fields, kwargs, streamed=True)
-                raise
+            items = _put_back(ahead, items)
+            if program.totals is not None:
+                counted = _Counted(items)
+                count = backend.loop.stream(program.totals.counting(program, backend), backend)
+                kwargs = {**kwargs, "totals": count(tuple(leading), counted, {})}
+                items = counted.again(map(_fields, microbatches))
+            return backend.loop.stream(program, backend)(tuple(leading), items, kwargs)
 
     return streamed
 
 
-class _Spread:
-    """Spreads a micro-batch into arguments of grad_fn. It counts the micro-batches, and the
-    fields of the last one.
-    """
+def _fields(item: object) -> tuple[Any, ...]:
+    """The arguments of grad_fn that a micro-batch is spread into."""
+    return tuple(item) if isinstance(item, tuple | list) else (item,)
 
-    fields = count = 0
 
-    def __call__(self, item: object) -> tuple[Any, ...]:
-        fields = tuple(item) if isinstance(item, tuple | list) else (item,)
-        self.fields = len(fields)
+class _Counted(Iterator[tuple[Any, ...]]):
+    """Micro-batches, whose number is counted."""
+
+    def __init__(self, items: Iterator[tuple[Any, ...]]):
+        self.items, self.count = items, 0
+
+    def __next__(self) -> tuple[Any, ...]:
+        item = next(self.items)
         self.count += 1
-        return fields
+        return item
 
-
-def _iterate(
-    args: tuple[Any, ...], spread: _Spread, twice: bool = False
-) -> tuple[tuple[Any, ...], Iterator[tuple[Any, ...]]]:
-    """(the leading arguments, an iterator over micro-batches); `twice`: whether they have to be
-    iterable again.
-    """
-    if not args:
-        raise FuncgaError(
-            "stream's function was called without positional arguments. Call it as f(params, "
-            "microbatches)."
-        )
-    *leading, microbatches = args
-    try:
-        items = iter(microbatches)
-    except TypeError:
-        raise FuncgaError(
-            f"microbatches is of type {type(microbatches).__name__}, which cannot be iterated "
-            "over. Pass a DataLoader, a generator or a list of micro-batches; for one batch to be "
-            "split, use funcga.accumulate(grad_fn, n)."
-        ) from None
-    # Iterable, but a single batch.
-    if hasattr(microbatches, "shape") or isinstance(microbatches, Mapping | str):
-        raise FuncgaError(
-            f"microbatches is of type {type(microbatches).__name__}: one batch, not an iterable of "
-            "micro-batches. Split it with funcga.accumulate(grad_fn, n), or pass a list of "
-            "micro-batches."
-        )
-    if twice and items is microbatches:
-        raise FuncgaError(
-            f"microbatches is of type {type(microbatches).__name__}, which can be gone through "
-            "once, and with totals= a window is counted before it is folded. Pass a list, "
-            "step(params, list(microbatches)), or what windows yields: for window in "
-            "funcga.windows(loader, 8)."
-        )
-    # `map`, as a generator's frame would keep a reference to its last item.
-    return tuple(leading), map(spread, items)
-
-
-def _again(args: tuple[Any, ...], spread: _Spread) -> Iterator[tuple[Any, ...]]:
-    """The micro-batches again. Raises FuncgaError at the end if their number has changed."""
-    counted, spread.count = spread.count, 0
-    yield from _iterate(args, spread)[1]
-    if spread.count != counted:
-        raise FuncgaError(
-            f"the window had {counted} micro-batches when they were counted, for totals=, and "
-            f"{spread.count} when they were folded. Pass one that stays the same, such as a list: "
-            "step(params, list(microbatches))."
-        )
+    def again(self, items: Iterator[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
+        """The same micro-batches. Raises FuncgaError at the end if there were more, or fewer."""
+        second = _Counted(items)
+        yield from second
+        if second.count != self.count:
+            raise FuncgaError(
+                f"the window had {self.count} micro-batches when they were counted, for totals=, "
+                f"and {second.count} when they were folded. Pass one that stays the same, such as "
+                "a list: step(params, list(microbatches))."
+            )
 
 
 def _put_back(ahead: list[Any], items: Iterator[Any]) -> Iterator[Any]:
@@ -230,7 +184,6 @@ def _put_back(ahead: list[Any], items: Iterator[Any]) -> Iterator[Any]:
     yield from items
 
 
-@explains_arguments
 def windows(
     iterable: Iterable[Item], n: WindowSize, *, weight: WeightFn | None = None
 ) -> Iterator[list[Item]]:
@@ -254,7 +207,7 @@ def windows(
 
     Raises:
         FuncgaError: n is neither an int >= 1 nor a TargetWeight nor a function that returns such
-            numbers, or the first micro-batch weighs more than the target: then all of them may.
+            numbers; or weight comes without a TargetWeight, or the other way round.
 
     Example:
         >>> [len(window) for window in funcga.windows(range(10), 4)]
@@ -266,21 +219,16 @@ def windows(
         >>> [len(window) for window in funcga.windows(loader, target, weight=len)]
         [2, 1]
     """
-    # A Dataset may have __getitem__ alone.
-    if not hasattr(iterable, "__iter__") and not hasattr(iterable, "__getitem__"):
+    if hasattr(n, "windows") == (weight is None):  # as a TargetWeight has
         raise FuncgaError(
-            f"iterable is of type {type(iterable).__name__}. Pass a DataLoader, a generator or a "
-            "list."
+            f"weight is {weight!r}, and n is {n!r}: windows of a number of micro-batches weigh "
+            "nothing, and others need to know what one weighs. Write "
+            "funcga.windows(loader, funcga.transforms.TargetWeight(256), weight=lambda x, y: "
+            "len(x)), and give weight= to stream as well."
         )
     items = iter(iterable)
-    if hasattr(n, "windows"):  # a TargetWeight
+    if hasattr(n, "windows"):
         return n.windows(items, weight)
-    if weight is not None:
-        raise FuncgaError(
-            f"weight is given, and n is {'a function' if callable(n) else repr(n)}: a number of "
-            "micro-batches, whatever they weigh. Write funcga.transforms.TargetWeight(256) for "
-            "windows that weigh so much, and give weight= to stream as well."
-        )
     size = check_size(n)
     on_host = lambda size: size.item() if has_no_axes(size) else size
     return _windows(items, (size_after(size, number, on_host) for number in count()))

@@ -125,21 +125,6 @@ def slice(array: Array, axis: int, start: Scalar, size: int) -> jax.Array:
     return lax.dynamic_slice_in_dim(array, start, size, axis)
 
 
-def squared_norms(arrays: Sequence[jax.Array], dtype: Dtype) -> jax.Array:
-    """The sum of the squared absolute values of all elements of each array, [arrays], without a
-    copy of them.
-    """
-    wide = [array.astype(accumulator_dtype(array.dtype)) for array in arrays]
-    return jnp.stack([jnp.sum(jnp.real(array * jnp.conj(array))).astype(dtype) for array in wide])
-
-
-def measured(
-    measure: Callable[[jax.Array], jax.Array], arrays: Sequence[jax.Array]
-) -> list[jax.Array]:
-    """`measure(array)`, a sum over the elements, of each array, over all shards."""
-    return [measure(array) for array in arrays]  # XLA knows where the parts are
-
-
 def finite(arrays: Sequence[jax.Array | None]) -> jax.Array:
     """Whether all numbers are finite, as a 0-d array; None is skipped."""
     all_finite = jnp.asarray(True)

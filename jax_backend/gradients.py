@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from funcga._backend.prefixes import leaf_paths
 from funcga._transform import Transform
 from funcga._transform.multi_steps import MultiSteps
 from funcga._types import Array, GradFn, LossFn, Tree
@@ -70,45 +69,25 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
         A tree like params.
 
     Raises:
-        FuncgaError: The two have different structures, or an update has another shape than its
+        ValueError: The two have different structures, or an update has another shape than its
             parameter.
 
     Example:
         >>> jax_backend.apply_updates({"w": jnp.ones(2)}, {"w": jnp.full(2, -0.5)})
         {'w': Array([0.5, 0.5], dtype=float32)}
     """
-    leaves, structure = trees.flatten(params, _is_none)
-    additions, updates_structure = trees.flatten(updates, _is_none)
-    if updates_structure != structure:
-        raise FuncgaError(
-            f"params and updates have different structures: {structure} and {updates_structure}. "
-            "Pass what tx.update returned for these params."
-        )
-    for leaf_index, (param, update) in enumerate(zip(leaves, additions, strict=True)):
-        if update is not None and jnp.shape(param) != jnp.shape(update):
-            path = (
-                leaf_paths(params, trees)[leaf_index]
-                if None not in leaves
-                else f", leaf {leaf_index}"
-            )
-            raise FuncgaError(
-                f"`updates{path}` is {arrays.describe(update)}, and `params{path}` is "
-                f"{arrays.describe(param)}. An update has its parameter's shape: updates, state = "
-                "tx.update(grads, state, params), of these params."
-            )
-    return trees.unflatten(
-        structure, [_applied(*pair) for pair in zip(leaves, additions, strict=True)]
-    )
-
-
-def _is_none(leaf: Tree) -> bool:
-    return leaf is None
+    return jax.tree.map(_applied, params, updates, is_leaf=lambda leaf: leaf is None)
 
 
 def _applied(param: Array, update: Array) -> Array:
     if param is None or update is None:
         return param
     param, update = jnp.asarray(param), jnp.asarray(update)
+    if param.shape != update.shape:  # else it would be broadcast
+        raise FuncgaError(
+            f"an update is {arrays.describe(update)}, and its parameter {arrays.describe(param)}. "
+            "Give what tx.update(grads, state, params) returned for these params."
+        )
     # Even if the user forbids implicit promotion, as the result is cast back.
     with jax.numpy_dtype_promotion("standard"):
         wide = jnp.promote_types(param.dtype, update.dtype)

@@ -23,14 +23,14 @@ from funcga._call import Program
 from funcga._call.arguments import Arguments, groups
 from funcga._fold import LEAST32, MOST32, LeafFold, Tally, check_narrow
 from funcga._fold.accumulator import unit_of
-from funcga._fold.outputs import Outputs, as_leaf, leaf_path
+from funcga._fold.outputs import Outputs
 from funcga._grad import GradientFunction, bound
 from funcga._tools import load
 from funcga._types import GradFn, R, Reduced, Scalar, Tree
 from funcga.errors import FuncgaError
 from jax_backend import arrays, sharding, trees
 from jax_backend._private import is_tracing
-from jax_backend.compiled import Numbers, compiled, inlined
+from jax_backend.compiled import compiled, inlined
 from jax_backend.merge import Folded, merge
 from jax_backend.replicas import (
     REPLICATED,
@@ -68,7 +68,7 @@ class _Accumulate:
 
     def __init__(self, program: Program, backend: Backend):
         step = partial(accumulated, bound(program, backend), backend)
-        self.step = compiled(step, numbers=Numbers(program.grad_fn), is_checked=True)
+        self.step = compiled(step, is_checked=True)
 
 
 def accumulated(
@@ -118,8 +118,6 @@ def _fold_batch(
     trees.check_unshared((args, kwargs))
     arguments = program.read(args, backend)
     rows = arguments.rows()
-    if is_symbolic_dim(rows):
-        _check_divides(rows, program)
     sizes = groups(rows, program.n, program.microbatch_size)
     narrow = None
     if spread.blocks > 1 and all(size % spread.blocks == 0 for _, size in sizes):
@@ -168,17 +166,6 @@ def _fold_batch(
 def _weight(rows: Scalar) -> Scalar:
     """The weight of so many rows: a Python number, which XLA fuses with the addition."""
     return jnp.asarray(rows) if is_symbolic_dim(rows) else rows
-
-
-def _check_divides(rows: Scalar, program: Program) -> None:
-    """Raises FuncgaError for a symbolic number of rows that may not divide."""
-    divisor = program.n or program.microbatch_size
-    if not rows % divisor == 0:
-        raise FuncgaError(
-            f"the batch has a symbolic number of rows, `{rows}`, of which it is not known that "
-            f"{divisor} divides it. "
-            f'Export the program for rows that it does: jax.export.symbolic_shape("{divisor}*b").'
-        )
 
 
 def _scan(
@@ -233,11 +220,6 @@ def _microbatch(
         whole = [arg for arg, part in zip(args, arguments.parts, strict=True) if not part.axes]
         with trees.check_unchanged((whole, own_kwargs)):
             value = program.grad_fn(*args, **own_kwargs)
-        # Checked here, as the error of jit would not mention funcga.
-        for leaf_index, leaf in enumerate(jax.tree.leaves(value)):
-            if not isinstance(leaf, jax.Array):
-                trees.check_registered(leaf, "output")
-                as_leaf(leaf, partial(leaf_path, value, leaf_index, backend), backend)
         if program.observers is not None:
             value = (
                 program.observers.readings(program, value, arguments).placeholders(jnp.zeros(())),
@@ -323,39 +305,30 @@ class Step:
 
     def add(self, before: Folded, start: Scalar) -> tuple[Folded, list[jax.Array]]:
         """What is folded after one more micro-batch, and its collected leaves."""
-        outputs = self.outputs
-        leaves, weighed, in_place = self._leaves(before, start)
+        outputs, weigh, found = self.outputs, partial(self._weigh, before), None
+        if self.in_scans is not None:
+            found = self.in_scans(weigh, start, before.state)
+        if found is None:
+            value, *weight = self.run(start, before.state)
+            found = outputs.leaves(value, "a later micro-batch"), weigh(*weight), {}
+        leaves, weighed, in_place = found
+        if self.readings is not None:
+            leaves = self.readings.leaves_in_place(leaves, weighed.into[0].weight, in_place)
         for leaf_index, addend in weighed.into.items():
             if leaf_index not in in_place:
                 leaves[leaf_index] = addend.combine(addend.accumulator, leaves[leaf_index])
-        reduced, state, collected = (
-            [leaves[leaf_index] for leaf_index in leaf_indices]
-            for leaf_indices in (outputs.reduced, outputs.threads, outputs.collected)
+        after = before._replace(
+            reduced=[leaves[leaf_index] for leaf_index in outputs.reduced],
+            total=weighed.total,
+            state=[leaves[leaf_index] for leaf_index in outputs.threads],
         )
-        after = before._replace(reduced=reduced, total=weighed.total, state=state)
+        collected = [leaves[leaf_index] for leaf_index in outputs.collected]
         if weighed.keep is None:
             return after, collected
-        return _unless_dropped(weighed.keep, before, after, collected)
-
-    def _leaves(self, before: Folded, start: Scalar) -> Leaves:
-        weigh, leaves = partial(self._weigh, before), None
-        if self.in_scans is not None:
-            leaves = self.in_scans(weigh, start, before.state)
-        if leaves is None:
-            value, *weight = self.run(start, before.state)
-            leaves = self.outputs.leaves(value, "a later micro-batch"), weigh(*weight), {}
-        if self.readings is None:
-            return leaves
-        values, weighed, measures = leaves
-        # The first leaf has the counts, whose fold gets the weight unscaled.
-        rows = [
-            measures[leaf_index]
-            if leaf_index in measures
-            else self.readings.measures_of([values[leaf_index]])[0]
-            for leaf_index in self.readings.leaf_indices
-        ]
-        observed = self.readings.leaves_for(jnp.stack(rows), weighed.into[0].weight)
-        return [*observed, *values[len(observed) :]], weighed, measures
+        result: tuple[Folded, list[jax.Array]] = load("dropping.in_jax", "drop=").unless_dropped(
+            weighed.keep, before, after, collected
+        )
+        return result
 
     def _weigh(self, before: Folded, own: Tally | None, keep: jax.Array | None = None) -> Weighed:
         outputs, total, factor = self.outputs, before.total, None
@@ -393,62 +366,12 @@ def _step(
     run: Callable[..., tuple[Any, ...]] = traced.run
     in_scans = None
     if program.dropping is not None:  # all leaves are tested before one is folded
-        run = _tested(run, outputs, program.dropping)
+        run = load("dropping.in_jax", "drop=").tested(run, outputs, program.dropping)
     else:
         with suppress(ModuleNotFoundError):  # the tool may be missing
             tool = import_module("funcga.tools.scan_layers.in_jax")
             in_scans = tool.folding(outputs, traced, readings)
     return Step(outputs, run, in_scans, readings, rows, unit)
-
-
-# -- what is dropped
-
-
-def _tested(
-    run: Callable[..., tuple[Tree, Tally]], outputs: Outputs, dropping: Any
-) -> Callable[..., tuple[Tree, Tally, jax.Array]]:
-    """`run`, which returns (value, tally, whether it is kept), with a derivative only where the
-    value counts: that of a NaN would be NaN, even times 0.
-    """
-
-    def kept(*operands: Tree) -> tuple[Tree, Tally, jax.Array]:
-        value, tally = run(*operands)
-        leaves = outputs.leaves(value, "a later micro-batch")
-        keep = dropping.keeps(outputs, dropping.tested(outputs), leaves, tally.total)
-        return value, tally, jnp.asarray(keep)
-
-    def differentiable(*operands: Tree) -> tuple[Tree, Tally, jax.Array]:
-        # With all that it depends on as arguments, as custom_jvp requires.
-        function, captured = jax.closure_convert(kept, *operands)
-        run = jax.custom_jvp(function)
-
-        @run.defjvp
-        def _(primals: Tree, tangents: Tree) -> tuple[Tree, Tree]:
-            (value, tally, keep), derivative = jax.linearize(function, *primals)
-            counts = keep & (tally.total != 0)
-            # On both sides, for forward and reverse mode.
-            only = partial(
-                jax.tree.map, lambda leaf: jnp.where(counts, leaf, 0) if is_float(leaf) else leaf
-            )
-            return (value, tally, keep), only(derivative(*only(tangents)))
-
-        result: tuple[Tree, Tally, jax.Array] = run(*operands, *captured)
-        return result
-
-    return differentiable
-
-
-def _unless_dropped(
-    keep: jax.Array, before: Folded, after: Folded, collected: list[jax.Array]
-) -> tuple[Folded, list[jax.Array]]:
-    """What is folded after a micro-batch that is kept or not."""
-    # Selected, as 0 * NaN is NaN. Only observers collect here.
-    chosen = jax.tree.map(partial(jnp.where, keep), after, before)
-    collected = [jnp.where(keep, leaf, jnp.nan) for leaf in collected]
-    if before.rejected is not None:
-        rejected = before.rejected + (~keep).astype(jnp.int32)
-        chosen = chosen._replace(rejected=rejected)
-    return chosen, collected
 
 
 # -- the beginning and the end of a window
@@ -482,7 +405,7 @@ def _merged(
     replicas: Replicas | None,
     folded: Folded,
     chunks: Sequence[Sequence[jax.Array]],
-    unit: Scalar = None,
+    unit: Scalar,
 ) -> Folded:
     """The folds merged over all replicas, before they are normalised; `unit`: that of the weights
     in means, if it is not the one of the total.
@@ -503,8 +426,10 @@ def _merged(
 def _finished(program: Program, outputs: Outputs, folded: Folded, kwargs: Kwargs) -> Result:
     """What was folded, normalised, in the structure of grad_fn's output."""
     tallies = _tallies(outputs, folded.total, folded.unit)
-    triples = [*zip(outputs.reduced_folds, folded.reduced, tallies, strict=True)]
-    normalised = [fold.normalize(leaf, tally) for fold, leaf, tally in triples]
+    triples = [*zip(outputs.reduced, outputs.reduced_folds, folded.reduced, strict=True)]
+    normalised = [
+        fold.normalize(leaf, tally) for (_, fold, leaf), tally in zip(triples, tallies, strict=True)
+    ]
     state, collected = folded.state, folded.collected
     if folded.rejected is not None:
         is_whole = folded.rejected == 0
@@ -518,19 +443,12 @@ def _finished(program: Program, outputs: Outputs, folded: Folded, kwargs: Kwargs
         result = program.observers.observed(program, result, kwargs)
     if program.totals is not None:
         result = load("totals.in_jax", "totals=").nan_if_overflown(result, kwargs["totals"])
-    return result, _lost(outputs, folded) if outputs.may_be_lost else []
-
-
-def _lost(outputs: Outputs, folded: Folded) -> list[jax.Array]:
-    """Conditions for a result to be lost that the host does not see. Raises FuncgaError, which
-    names the leaf, for one that it does.
-    """
+    # Raises FuncgaError, which names the leaf, for a result that is lost where the host sees it.
     lost: list[jax.Array] = []
-    triples = zip(outputs.reduced, outputs.reduced_folds, folded.reduced, strict=True)
-    for leaf_index, fold, reduced in triples:
+    for leaf_index, fold, reduced in triples if outputs.may_be_lost else ():
         path = lambda leaf_index=leaf_index: outputs.paths()[leaf_index]
         lost += fold.check_known(reduced, folded.total, path)
-    return lost
+    return result, lost
 
 
 def _tallies(outputs: Outputs, total: Tally, unit: Scalar) -> list[Tally]:
@@ -572,7 +490,6 @@ class _Stream:
 
     def __init__(self, program: Program, backend: Backend):
         self.program, self.backend = bound(program, backend), backend
-        self.numbers = Numbers(program.grad_fn)
         # Traced once for both the shapes and the steps.
         self.run = inlined(self._run)
         # keep_unused, as its devices are those of its arguments.
@@ -607,9 +524,6 @@ class _Stream:
             folded, collected = add(settings, folded, arrays_whole, arrays_cut)
             if collected:  # empty lists would make a program for every number of micro-batches
                 chunks.append(collected)
-            if not is_tracing() and (whole.others or cut.others):
-                args = (*leading, *item)
-                self.numbers.note(split((args, kwargs))[0], args, kwargs)
             del item, arrays_cut, collected  # so that only one micro-batch is in memory
         # With across= only this replica's stream may be empty.
         if folded is None:
@@ -644,14 +558,10 @@ class _Stream:
         return spread.pinned(outputs, folded), collected
 
     def _finish(
-        self,
-        outputs: Outputs,
-        replicas: Replicas | None,
-        folded: Folded,
-        chunks: Sequence[Sequence[jax.Array]],
-        kwargs: Kwargs,
+        self, outputs: Outputs, replicas: Replicas | None, folded: Folded, chunks: Any, kwargs: Any
     ) -> Result:
-        return _finished(self.program, outputs, _merged(outputs, replicas, folded, chunks), kwargs)
+        folded = _merged(outputs, replicas, folded, chunks, None)
+        return _finished(self.program, outputs, folded, kwargs)
 
     # A call is (leading arguments, keyword arguments, the item of the iterable).
 
@@ -700,9 +610,3 @@ def telling(programs: Sequence[Program], backend: Backend) -> AbstractContextMan
 def is_traced(tree: Tree) -> bool:
     """Whether these arguments belong to a program that is being compiled."""
     return is_tracing()
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the error says that memory has run out."""
-    ran_out = isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
-    return ran_out or isinstance(error, MemoryError)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from funcga._backend.prefixes import PrefixError, broadcast
+from funcga._backend.prefixes import broadcast
 from funcga._fold import LeafFold, Tally, largest
 from funcga._fold.outputs import Outputs
 from funcga._types import Dtype, Scalar, Tree
@@ -156,16 +156,8 @@ def _scatter_axes(outputs: Outputs, reduced: list[Tree], replicas: Replicas) -> 
         return {}
     count = len(outputs.folds)
     tree = outputs.structure_of(range(count))
-    try:
-        leaf_axes = broadcast(replicas.scatter, tree, count, _is_axis, trees, "output")
-    except PrefixError as error:
-        raise error.refusal(
-            "scatter is no prefix of what grad_fn returns",
-            "Write an axis, or None (the whole leaf on every replica), for all that stands below: "
-            "scatter=(None, 0).",
-            trees,
-            lambda leaf: "...",
-        ) from error
+    what = "scatter is no prefix of what grad_fn returns"
+    leaf_axes = broadcast(replicas.scatter, tree, count, _is_axis, trees, "output", what)
     lifted = dict(zip(outputs.reduced, reduced, strict=True))
     return {
         leaf_index: _check_scatter(

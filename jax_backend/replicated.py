@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from funcga._backend.dispatch import load
-from funcga._backend.prefixes import PrefixError, broadcast, leaf_paths
+from funcga._backend.prefixes import broadcast, leaf_paths
 from funcga._call import Program
 from funcga._call.arguments import argument_names
 from funcga._types import Tree
@@ -159,16 +159,9 @@ def _specs(
     if in_specs is None:
         in_specs = (whole, *[rows] * (len(args) - 1))[: len(args)]
     is_spec = lambda spec: isinstance(spec, PartitionSpec)
-    try:
-        leaf_specs = broadcast(in_specs, args, len(trees.flatten(args)[0]), is_spec, trees, "args")
-    except PrefixError as error:
-        raise error.refusal(
-            "in_specs is no prefix of the positional arguments",
-            "Write a PartitionSpec for all that stands below, P() for what is passed whole, or "
-            "a container with the same keys. Keyword arguments are passed whole.",
-            trees,
-            arrays.describe,
-        ) from error
+    what = "in_specs is no prefix of the positional arguments"
+    count = len(trees.flatten(args)[0])
+    leaf_specs = broadcast(in_specs, args, count, is_spec, trees, "args", what)
     return [spec for spec, _ in leaf_specs]
 
 

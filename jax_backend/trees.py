@@ -34,22 +34,6 @@ def flatten(
     return jax.tree.flatten(walked(tree), is_leaf)
 
 
-def check_registered(tree: Tree, name: str) -> None:
-    """Raises FuncgaError for an unregistered container among the leaves."""
-    for leaf in jax.tree.leaves(tree):
-        if is_container(leaf):
-            kind = type(leaf).__name__
-            line = (
-                f"dict({name})"
-                if isinstance(leaf, Mapping)
-                else f"jax.tree_util.register_dataclass({kind})"
-            )
-            raise FuncgaError(
-                f"{name} holds a {kind}, of which JAX does not know that it is a tree. Write "
-                f"{line}."
-            )
-
-
 def unflatten(structure: Structure, leaves: Sequence[Tree]) -> Tree:
     """The tree of this structure with these leaves."""
     return jax.tree.unflatten(structure, leaves)
@@ -81,12 +65,7 @@ class Static:
     def tree(self, arrays: Sequence[Array]) -> Tree:
         """The arguments again, with these arrays."""
         leaves = list(arrays)
-        # In order, so that each index is valid.
-        for (
-            leaf_index,
-            _,
-            leaf,
-        ) in self.others:
+        for leaf_index, _, leaf in self.others:  # in order, so that each index is valid
             leaves.insert(leaf_index, leaf)
         return jax.tree.unflatten(self.structure, leaves)
 
@@ -113,42 +92,23 @@ _ARRAYS = (jax.Array, np.ndarray, np.generic)
 def split(tree: Tree) -> tuple[Static, list[Array]]:
     """`partition`, checked for a program that is compiled for the static part.
 
-    Raises FuncgaError for a leaf that is neither an array nor hashable, and for a shape without
-    numbers.
+    Raises FuncgaError for a leaf that is neither an array nor hashable.
     """
     static, arrays = partition(tree)
     # One array in two places is allowed; one variable of nnx is not.
     if len({*map(id, arrays)}) < len(arrays):
         check_unshared(tree)
-    for _, _, leaf in static.others:
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            raise FuncgaError(
-                f"an argument is {leaf.dtype}[{', '.join(map(str, leaf.shape))}] of type "
-                "ShapeDtypeStruct, a shape without numbers, and the call would compute some. For "
-                "the shapes and dtypes that it returns, write jax.eval_shape(step, params, batch)."
-            )
-    if static.others:
-        try:
-            hash(static)
-        except TypeError:
-            raise _unhashable([leaf for _, _, leaf in static.others]) from None
+    try:
+        hash(static)
+    except TypeError as error:
+        raise FuncgaError(
+            f"an argument is neither an array nor hashable ({error}). Outside of jit this call is "
+            "compiled, and anything that is not an array becomes part of the program, which could "
+            "not tell when it changes. If it holds arrays, make it a tree, such as dict(batch); if "
+            "it is a setting, make it hashable, such as a dataclass with frozen=True; or call the "
+            "step inside jax.jit."
+        ) from error
     return static, arrays
-
-
-def _unhashable(leaves: Sequence[object]) -> FuncgaError:
-    kinds = set()
-    for leaf in leaves:
-        try:
-            hash(leaf)
-        except TypeError:
-            kinds.add(type(leaf).__name__)
-    return FuncgaError(
-        f"an argument of type {' and '.join(sorted(kinds))} is neither an array nor hashable. "
-        "Outside of jit this call is compiled, and anything that is not an array becomes part of "
-        "the program, which could not tell when it changes. If it holds arrays, make it a tree, "
-        "such as dict(batch); if it is a setting, make it hashable, such as a dataclass with "
-        "frozen=True; or call the step inside jax.jit."
-    )
 
 
 # -- flax.nnx: stateful objects, which are trees and are copied in each trace. So shared
@@ -214,11 +174,9 @@ def check_unchanged(tree: Tree) -> Iterator[None]:
 
 
 def check_trained(tree: Tree) -> None:
-    """Raises FuncgaError if params have an unregistered container, or a variable of nnx that is
-    state, such as BatchNorm's statistics.
+    """Raises FuncgaError if params have a variable of nnx that is state, such as BatchNorm's
+    statistics.
     """
-    if not all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(tree)):
-        check_registered(tree, "params")
     for path, variable in _variables(tree):
         kinds = {base.__name__ for base in type(variable).__mro__}
         state = kinds & {"BatchStat", "RngState", "Cache", "Intermediate"}

@@ -10,12 +10,12 @@ import sys
 from tests import house
 
 MOST = {
-    "files": 184,
-    "tokens": 212_500,
+    "files": 185,
+    "tokens": 203_500,
     # It is to be at most 88,000, and torch's part 46,000: features leave the core.
-    "tokens of the core": 105_600,
-    "tokens of the core, torch": 54_900,
-    "tokens of tools": 105_400,  # four features have come from the core
+    "tokens of the core": 97_000,
+    "tokens of the core, torch": 51_500,
+    "tokens of tools": 106_900,  # four features have come from the core
     "tokens of the doctor": 9_500,
     "tokens of packs": 1_200,
     "attributes of a class": 24,
@@ -25,7 +25,7 @@ MOST = {
     "files of tests that import what is private": 15,
 }
 # Functions entered, calls of them, and files that they are in.
-CALLS = {"torch, warm": (36, 84, 9), "JAX, first": (122, 226, 23), "torch multi_steps, warm": (36, 81, 9)}
+CALLS = {"torch, warm": (36, 73, 9), "JAX, first": (118, 222, 23), "torch multi_steps, warm": (36, 81, 9)}
 
 
 def beyond(found, limits):

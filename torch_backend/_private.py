@@ -8,13 +8,13 @@ import functools
 import itertools
 import operator
 import sys
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.utils.hooks import RemovableHandle
 
@@ -64,36 +64,10 @@ current_node: Callable[[], object] = torch._C._current_autograd_node
 KINDS_MADE: object = torch.autograd.function.AUTOGRAD_FUNCTION_COUNTER
 
 
-def in_backward() -> bool:
-    """Whether this thread runs part of a backward pass."""
-    return graph_task() != -1
-
-
 # Tensors that have shapes and no numbers.
 FAKE = FakeTensor
 # What weights are in the mode that makes them: each time another number.
 NUMBERS = itertools.count(2)
-
-
-def fake_mode() -> Any:
-    """A mode in which nothing is allocated and no kernel runs."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
-
-
-def is_for_lack_of_numbers(error: BaseException) -> bool:
-    """Whether an error is that of such a mode: it was asked for a number, or runs no such
-    operator.
-    """
-    return type(error).__module__.startswith(("torch._subclasses", "torch.fx.experimental"))
-
-
-def stand_in(weight: Any) -> Any:
-    """A number for a tensor on the host that has none: True, or one that weighs differently each
-    time.
-    """
-    if weight.device.type != "cpu":
-        return weight
-    return True if weight.dtype == torch.bool else next(NUMBERS)
 
 
 # How many tensors and storages hold the memory of this storage, by its `_cdata`.
@@ -120,8 +94,9 @@ has_hooks_on_grad: Callable[[torch.Tensor], object] = operator.attrgetter(
 )
 
 
-def hooks_of(tensor: object) -> MutableMapping[int, Callable[..., Any]] | None:
-    """The hooks that `register_hook` has put on a tensor, by number; None of other objects."""
+# The same as torch.compile can trace them; None of other objects.
+def hooks_of(tensor: object) -> dict[int, Callable[..., Any]] | None:
+    """The hooks that `register_hook` has put on a tensor, by number."""
     return getattr(tensor, "_backward_hooks", None)
 
 
@@ -141,7 +116,10 @@ def remove_hook(tensor: torch.Tensor, hook: RemovableHandle) -> None:
 
 def storage_key(tensor: torch.Tensor) -> int:
     """A number that tensors in the same memory have in common, and no others."""
-    return int(tensor.untyped_storage()._cdata)
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except RuntimeError:  # of a sparse tensor, or of a torch.func transform
+        return id(tensor)
 
 
 def is_view_of_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
@@ -155,6 +133,8 @@ def is_view_of_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
 # The tables in which a module keeps its parameters, buffers and parts, in its `__dict__`, as in
 # every module that was saved whole.
 PARAMETERS, BUFFERS, PARTS = "_parameters", "_buffers", "_modules"
+# What puts tensors into a module in functional_call, which calls the module and no function of it.
+with_tensors: Callable[..., Any] = nn.utils.stateless._reparametrize_module
 # What all BatchNorm layers are.
 BatchNorm: Any = nn.modules.batchnorm._BatchNorm
 
@@ -344,21 +324,6 @@ def begin_sums(group: ParamGroup) -> None:
             param.unsharded_accumulated_grad = zeros
 
 
-def holders_of_fsdp2(module: Any) -> list[object]:
-    """All objects whose attributes change in a pass, or hold tensors."""
-    state, groups = module._get_fsdp_state(), param_groups(module)
-    of_groups = [each for group in groups for each in (group, group.comm_ctx, *group.fsdp_params)]
-    return [state, state._state_ctx, state._comm_ctx, *of_groups]
-
-
-def forget_unsharded(group: ParamGroup) -> None:
-    """Drops the unsharded parameters of a group, as if there had been no pass."""
-    group._reset_sharded_params = True  # else it compares addresses of the shards
-    for param in group.fsdp_params:
-        param.all_gather_outputs, param._unsharded_inner_tensors = [], []
-        vars(param).pop("_unsharded_param", None)
-
-
 def waiting_sums(group: ParamGroup) -> list[torch.Tensor | None]:
     """What passes without synchronisation have summed in reduce_dtype, of each parameter."""
     return [attribute(param, _SUM, None) for param in group.fsdp_params]
@@ -380,31 +345,6 @@ def reset_fsdp2(module: Any) -> None:
 # What compiles the functions that are called now, also where a function that is compiled runs this
 # one as it is.
 compiling: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback
-
-# --- Pipelines ------------------------------------------------------------------------------------
-
-
-def loss_of_schedule(schedule: object, otherwise: object) -> object:
-    """The loss that a schedule of torch.distributed.pipelining was built with.
-
-    If that does not tell, the schedule is taken to have the loss that it was given, `otherwise`.
-    """
-    return attribute(schedule, "_loss_fn", otherwise)
-
-
-def has_weight_passes(schedule: object) -> bool:
-    """Whether a schedule computes gradients of parameters in passes of their own, as zero-bubble
-    schedules do.
-
-    Its actions tell. Without them it is not known, and the reduction that is missing is found where
-    it should have been.
-    """
-    order: Mapping[int, Sequence[Any]] | None = attribute(schedule, "pipeline_order", None)
-    actions = itertools.chain.from_iterable((order or {}).values())
-    return any(
-        attribute(action, "computation_type.name", "") == "BACKWARD_WEIGHT" for action in actions
-    )
-
 
 # --- Trees ----------------------------------------------------------------------------------------
 

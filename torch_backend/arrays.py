@@ -1,7 +1,6 @@
 """The facts about tensors that the mathematics needs, and whose memory a tensor is in."""
 
 import math
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -27,6 +26,10 @@ from torch_backend.dtensor import (
 
 xp = torch
 
+_IS_CPU, _DTYPE, _DEVICE, _NBYTES, _CDATA = map(
+    attrgetter, ("is_cpu", "dtype", "device", "nbytes", "_cdata")
+)
+
 
 def owns(leaf: object) -> bool:
     """Whether only this framework can have made the leaf."""
@@ -46,8 +49,6 @@ def as_array(leaf: object) -> torch.Tensor:
     """
     if isinstance(leaf, torch.Tensor):
         return leaf
-    if type(leaf) is bool:
-        return torch.full((), leaf, device="cpu")
     if isinstance(leaf, int | float | complex):
         return torch.as_tensor(leaf, device="cpu")
     raise TypeError(type(leaf).__name__)
@@ -121,12 +122,7 @@ def exact(array: torch.Tensor, name: str) -> torch.Tensor:
 
 def slice(array: torch.Tensor, axis: int, start: int, size: int) -> torch.Tensor:
     """`size` rows from `start` on, along an axis."""
-    try:
-        return array.narrow(axis, start, size)
-    except RuntimeError as error:
-        if array.is_nested or array.layout is not torch.strided:
-            raise TypeError("a nested tensor" if array.is_nested else "a sparse tensor") from error
-        raise
+    return array.narrow(axis, start, size)
 
 
 def strided(array: torch.Tensor) -> torch.Tensor:
@@ -134,32 +130,6 @@ def strided(array: torch.Tensor) -> torch.Tensor:
     hardly is.
     """
     return array if array.layout is torch.strided else array.to_dense()
-
-
-# Elements whose squares the host adds to float32 sums with an error of less than 1e-6.
-_LONG = 2**16
-
-
-def squared_norms(arrays: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """The sum of the squared absolute values of all elements of each array, [arrays], without a
-    copy of them.
-    """
-    return torch.stack(measured(lambda array: squared_norm(array, dtype), arrays))
-
-
-def squared_norm(array: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The sum of the squared absolute values of all elements, in this dtype."""
-    array = strided(array)
-    if array.is_cpu and array.dtype is dtype and array.numel() <= _LONG and array.is_contiguous():
-        # The fastest of all.
-        row = array.view(-1)
-        return torch.dot(row, row)
-    wide = None if array.dtype.itemsize >= 4 else torch.float32
-    if array.is_cpu and array.numel() > _LONG and array.ndim > 1:
-        # Row by row: rounding errors of long sums in float32 add up on the host.
-        array = torch.linalg.vector_norm(array, dim=tuple(range(1, array.ndim)), dtype=wide)
-    root: torch.Tensor = torch.linalg.vector_norm(array, dtype=wide)
-    return root.to(dtype).square_()
 
 
 def measured(
@@ -184,29 +154,22 @@ def finite(arrays: Sequence[torch.Tensor | None]) -> torch.Tensor:
 
 def _finite(arrays: Sequence[torch.Tensor]) -> torch.Tensor:
     """The same of what this process holds."""
-    dense = [strided(array) for array in arrays if array.numel()]
-    # The numbers of all leaves are checked in one kernel, on one device. Nothing waits for the
-    # result here.
-    extremes = [*_extremes(dense)]
+    # A few numbers, not all of them finite if any number of the leaves is not. One pass, without a
+    # mask in memory, and nothing waits for the result here.
+    extremes, on_device = list[torch.Tensor](), list[torch.Tensor]()
+    for array in map(strided, arrays):
+        real = torch.view_as_real(array.resolve_conj()) if array.is_complex() else array
+        # On the CPU a norm is twenty times slower than minimum and maximum. On a device it is one
+        # kernel for all leaves.
+        if real.numel() and real.is_cpu:
+            extremes += torch.aminmax(real)
+        elif real.numel():
+            on_device.append(real)
+    if on_device:
+        extremes += torch._foreach_norm(on_device, float("inf"))
     if len({(extreme.device, extreme.dtype) for extreme in extremes}) > 1:
-        extremes = [extreme.to(dense[0].device, torch.float64) for extreme in extremes]
+        extremes = [extreme.to(arrays[0].device, torch.float64) for extreme in extremes]
     return torch.stack(extremes).isfinite().all() if extremes else as_array(True)
-
-
-def _extremes(leaves: list[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """A few numbers, not all of them finite if any number of the leaves is not. One pass,
-    without a mask in memory.
-    """
-    real = [
-        torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf for leaf in leaves
-    ]
-    on_host = [leaf for leaf in real if leaf.is_cpu]
-    # On the CPU a norm is twenty times slower than minimum and maximum. On a device it is one
-    # kernel for all leaves.
-    for leaf in on_host:
-        yield from torch.aminmax(leaf)
-    if len(on_host) < len(real):
-        yield from torch._foreach_norm([leaf for leaf in real if not leaf.is_cpu], float("inf"))
 
 
 def scalar(weight: Scalar) -> Scalar:
@@ -215,41 +178,35 @@ def scalar(weight: Scalar) -> Scalar:
     """
     if type(weight) is not torch.Tensor and is_dtensor(weight):
         weight = weight.full_tensor()
+    if type(weight) is _private.FAKE and weight.device.type == "cpu":  # in a plan
+        return True if weight.dtype is torch.bool else next(_private.NUMBERS)
     plain = type(weight) is torch.Tensor and weight.is_cpu
     if not plain or torch.compiler.is_compiling() or in_transform():
-        return _private.stand_in(weight) if type(weight) is _private.FAKE else weight
+        return weight
     return weight.item()
 
 
 def tally(weight: Scalar, steps: int = 1) -> Tally:
     """The Tally of micro-batches that weigh this much together, in the widest type that counts."""
-    if not isinstance(weight, torch.Tensor):
-        return Tally((weight,), steps)
-    if not weight.is_floating_point():
-        return Tally((weight.to(torch.int64),), steps)
-    return Tally(
-        (weight.to(torch.float32 if weight.device.type == "mps" else torch.float64),), steps
-    )
+    if isinstance(weight, torch.Tensor):
+        wide = torch.float32 if weight.device.type == "mps" else torch.float64
+        weight = weight.to(wide if weight.is_floating_point() else torch.int64)
+    return Tally((weight,), steps)
 
 
 def addends(weight: Scalar, wide: bool) -> tuple[torch.Tensor, ...]:
     """A weight as arrays that it is the sum of: one float64 if `wide`, else two of float32."""
     if not isinstance(weight, torch.Tensor):
+        kind = torch.int64 if isinstance(weight, int) else torch.float64
         # `full` takes half the time of `tensor`, which can read any sequence.
-        if wide:
-            return (torch.full((), weight, dtype=torch.float64, device="cpu"),)
-        high = torch.full((), weight, dtype=torch.float32, device="cpu")
-        rest = weight - high.item()
-        return high, torch.full((), rest, dtype=torch.float32, device="cpu")
+        weight = torch.full((), weight, dtype=kind, device="cpu")
     if wide:
         return (weight.to(torch.float64),)
     high = weight.to(torch.float32)
     # The second addend is what rounding to float32 has lost. An integer is subtracted as one: a
     # float of 64 bits might not hold it.
-    if weight.is_floating_point():
-        return high, (weight - high.to(weight.dtype)).to(torch.float32)
-    whole = weight.to(torch.int64)
-    return high, (whole - high.to(torch.int64)).to(torch.float32)
+    whole = weight if weight.is_floating_point() else weight.to(torch.int64)
+    return high, (whole - high.to(whole.dtype)).to(torch.float32)
 
 
 def integer(number: Scalar) -> torch.Tensor:
@@ -312,8 +269,6 @@ def in_transform() -> bool:
 
 # --- Numbers --------------------------------------------------------------------------------------
 
-_IS_CPU, _DTYPE = operator.attrgetter("is_cpu"), operator.attrgetter("dtype")
-
 
 def divide(sums: list[torch.Tensor], total: float) -> None:
     """Divides in place, each in its shard; zeros if nothing was folded."""
@@ -326,19 +281,11 @@ def divide(sums: list[torch.Tensor], total: float) -> None:
         return
     # On the CPU torch makes a tensor of the divisor for each sum. One tensor for all of them is
     # faster.
-    dtype = sums[0].dtype
-    alike = all(map(_IS_CPU, sums)) and {*map(_DTYPE, sums)} == {dtype}
-    if not (alike and dtype in (torch.float32, torch.float64)):
-        torch._foreach_div_(sums, total)
-    elif 1 <= total <= _MOST and math.frexp(total)[0] == 0.5:
-        # Multiplying is faster than dividing, and gives the same bits for a power of two.
-        torch._foreach_mul_(sums, torch.full((), 1 / total, dtype=dtype, device="cpu"))
-    else:
-        torch._foreach_div_(sums, torch.full((), total, dtype=dtype, device="cpu"))
-
-
-# The inverse of this is still a normal float32.
-_MOST = 2.0**64
+    divisor: Scalar = total
+    kinds = {*zip(map(_IS_CPU, sums), map(_DTYPE, sums), strict=True)}
+    if kinds == {(True, torch.float32)} or kinds == {(True, torch.float64)}:
+        divisor = torch.full((), total, dtype=sums[0].dtype, device="cpu")
+    torch._foreach_div_(sums, divisor)
 
 
 def is_power_of_two(number: float) -> bool:
@@ -379,57 +326,12 @@ def with_strides_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """
     # DTensors are compared, and copied, by the shards of this process.
     shard, wanted = local_tensors([tensor, like])
-    if (
-        shard.layout is not torch.strided
-        or wanted.layout is not torch.strided
-        or shard.shape != wanted.shape
-    ):
-        return tensor
-    if shard.stride() == wanted.stride():
+    is_dense = shard.layout is torch.strided and wanted.layout is torch.strided
+    if not is_dense or shard.shape != wanted.shape or shard.stride() == wanted.stride():
         return tensor
     with torch.no_grad():
-        copied: torch.Tensor = as_dtensor(
-            torch.empty_like(wanted, dtype=shard.dtype).copy_(shard), like
-        )
-        return copied
-
-
-def all_with_strides_of(tensors: Sequence[Any], likes: Sequence[torch.Tensor]) -> list[Any]:
-    """Each tensor `with_strides_of` another one. None stays None."""
-    # Usually all are contiguous, which no sparse tensor is, so that they have strides.
-    if (
-        are_plain(tensors)
-        and are_plain(likes)
-        and [*map(_STRIDE, tensors)] == [*map(_STRIDE, likes)]
-    ):
-        return [*tensors]
-    return [
-        None if tensor is None else with_strides_of(tensor, like)
-        for tensor, like in zip(tensors, likes, strict=True)
-    ]
-
-
-def are_plain(values: Sequence[Any]) -> bool:
-    """Whether all of these are contiguous tensors and of no other type, as most are."""
-    return {*map(type, values)} <= _PLAIN and all(map(torch.Tensor.is_contiguous, values))
-
-
-_PLAIN, _STRIDE = {torch.Tensor}, torch.Tensor.stride
-
-
-def copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies in memory of their own; on a device one kernel copies many tensors."""
-    copied, there = list[torch.Tensor](), list[int]()
-    for index, tensor in enumerate(tensors):
-        is_there = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_cpu
-        copied.append(torch.empty_like(tensor, requires_grad=False) if is_there else tensor.clone())
-        if is_there:
-            there.append(index)
-    if there:
-        torch._foreach_copy_(
-            [copied[index] for index in there], [tensors[index] for index in there]
-        )
-    return copied
+        copied = torch.empty_like(wanted, dtype=shard.dtype).copy_(shard)
+        return as_dtensor(copied, like)  # type: ignore[no-any-return]
 
 
 def without_overlap(tensors: Sequence[torch.Tensor | None]) -> list[Any]:
@@ -439,7 +341,7 @@ def without_overlap(tensors: Sequence[torch.Tensor | None]) -> list[Any]:
     None stays None.
     """
     separate: list[Any] = list(tensors)
-    if are_plain(separate) and _are_apart(separate):
+    if _are_apart(separate):
         return separate
     extents = sorted(
         (*_extent(tensor), index) for index, tensor in enumerate(separate) if tensor is not None
@@ -456,15 +358,16 @@ def without_overlap(tensors: Sequence[torch.Tensor | None]) -> list[Any]:
     return separate
 
 
-def _are_apart(tensors: list[torch.Tensor]) -> bool:
+def _are_apart(tensors: list[Any]) -> bool:
     """Whether contiguous tensors are seen at once to have memory of their own, all of it on one
     device.
     """
-    if len({*map(attrgetter("device"), tensors)}) > 1:
+    # None is of another type, so that it comes first.
+    if {*map(type, tensors)} != {torch.Tensor} or len({*map(_DEVICE, tensors)}) > 1:
         return False
-    spans = sorted(
-        zip(map(torch.Tensor.data_ptr, tensors), map(attrgetter("nbytes"), tensors), strict=True)
-    )
+    if not all(map(torch.Tensor.is_contiguous, tensors)):
+        return False
+    spans = sorted(zip(map(torch.Tensor.data_ptr, tensors), map(_NBYTES, tensors), strict=True))
     return all(start + nbytes <= following for (start, nbytes), (following, _) in pairwise(spans))
 
 
@@ -488,9 +391,6 @@ def represents_exactly(dtype: torch.dtype, number: float) -> bool:
     if number == 1 or dtype.itemsize >= 4:
         return True
     return torch.tensor(number, dtype=dtype, device="cpu").item() == number
-
-
-_CDATA, _NBYTES = attrgetter("_cdata"), attrgetter("nbytes")
 
 
 def are_alone(gradients: Sequence[torch.Tensor]) -> list[bool]:

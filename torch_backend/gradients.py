@@ -5,9 +5,7 @@ from typing import Any
 
 import torch
 
-from funcga._backend.prefixes import leaf_paths
-from funcga._call.arguments import argument_names
-from funcga._types import GradFn, Tree
+from funcga._types import GradFn, Structure, Tree
 from funcga.errors import FuncgaError
 from torch_backend import _private, arrays, trees
 from torch_backend.arrays import is_recorded
@@ -29,35 +27,21 @@ def value_and_grad(
         *args: Any, **kwargs: Any
     ) -> tuple[tuple[torch.Tensor, Tree], tuple[Tree, ...]]:
         for arg_index in arg_indices:
-            check_unfrozen(trees.flatten(args[arg_index])[0], args[arg_index], loss_fn, arg_index)
+            check_unfrozen(args[arg_index], loss_fn, arg_index)
         leaves, structure = trees.flatten(tuple(args[arg_index] for arg_index in arg_indices))
-        is_present = [leaf is not None for leaf in leaves]
-
-        paths = lambda: _paths(loss_fn, args, arg_indices)
+        originals = [leaf for leaf in leaves if leaf is not None]
+        aux_seen: list[Any] = []  # the leaves of the aux, and its structure
 
         # The loss as a function of its tensors alone: torch.func takes neither None nor numbers as
-        # inputs, and returns nothing but tensors as aux. Everything else passes it by, in
-        # `is_present` and `aux_skeletons`.
+        # inputs, and returns nothing but tensors as aux.
         def loss_of_tensors(tensors: list[torch.Tensor]) -> Any:
-            put_hooks(originals, tensors, paths)
-            replaced = dict(
-                zip(
-                    arg_indices,
-                    trees.unflatten(structure, _spread(tensors, is_present)),
-                    strict=True,
-                )
-            )
-            loss, aux = loss_fn(
-                *(replaced.get(arg_index, arg) for arg_index, arg in enumerate(args)), **kwargs
-            )
-            aux_leaves, aux_structure = trees.flatten(aux)
-            aux_skeletons.append(
-                (aux_structure, [None if arrays.is_array(leaf) else (leaf,) for leaf in aux_leaves])
-            )
-            return loss, [leaf for leaf in aux_leaves if arrays.is_array(leaf)]
+            put_hooks(originals, tensors)
+            instead = dict(zip(arg_indices, in_place_of(leaves, tensors, structure), strict=True))
+            given = [instead.get(arg_index, arg) for arg_index, arg in enumerate(args)]
+            loss, aux = loss_fn(*given, **kwargs)
+            aux_seen[:] = trees.flatten(aux)
+            return loss, [leaf for leaf in aux_seen[0] if arrays.is_array(leaf)]
 
-        aux_skeletons: list[Any] = []
-        originals = [leaf for leaf in leaves if leaf is not None]
         # torch.func differentiates without autograd's checkpoints and hooks. Inside of a loss that
         # autograd records, autograd takes this gradient too.
         recorded = is_recorded() and not torch.compiler.is_compiling()
@@ -67,49 +51,33 @@ def value_and_grad(
                 [*map(arrays.as_array, originals)]
             )
         except RuntimeError as error:
-            _explain(error, (args, kwargs))
-            raise
-        aux_structure, objects = aux_skeletons[0]
+            # It raises plain RuntimeErrors, whose words tell what it does not support.
+            if _private.transforms() or not any(words in str(error) for words in _UNKNOWN_TO_FUNC):
+                raise
+            raise FuncgaError(
+                "loss_fn, or an argument, is what torch.func does not take, which a gradient "
+                "function runs on where an argument requires grad, so that what it returns has a "
+                "graph. Without one it runs on autograd, which takes checkpoints, saved-tensor "
+                "hooks, sparse and nested tensors: call it under torch.no_grad(), or give it "
+                "{name: p.detach() for name, p in params.items()}."
+            ) from error
         tensors = iter(aux)
-        aux_leaves = [next(tensors) if wrapped is None else wrapped[0] for wrapped in objects]
-        grads = trees.unflatten(structure, _spread(grads, is_present))
-        return (loss, trees.unflatten(aux_structure, aux_leaves)), grads
+        aux_leaves = [next(tensors) if arrays.is_array(leaf) else leaf for leaf in aux_seen[0]]
+        return (loss, trees.unflatten(aux_seen[1], aux_leaves)), in_place_of(
+            leaves, grads, structure
+        )
 
     return value_first
 
 
-# torch.func raises plain RuntimeErrors. These words tell which of them mean that it does not
-# support something.
-_UNKNOWN_TO_FUNC = "functorch transform", "saved tensor hooks", "doesn't have storage"
+_UNKNOWN_TO_FUNC = "functorch transform", "saved tensor hooks", "doesn't have storage", "strides"
 
 
-def _explain(error: RuntimeError, arguments: Any) -> None:
-    """Raises FuncgaError for errors of torch that say what it does not support; returns for all
-    others.
-    """
-    if not _private.transforms() and any(words in str(error) for words in _UNKNOWN_TO_FUNC):
-        raise needs_autograd() from error
-    if "requires_grad_()" in str(error) or "requires_grad flags" in str(error):
-        raise switched_off() from error
-    tensors = [leaf for leaf in trees.flatten(arguments)[0] if isinstance(leaf, torch.Tensor)]
-    if "strides" in str(error) and any(
-        t.is_nested or t.layout is not torch.strided for t in tensors
-    ):
-        raise FuncgaError(
-            "an argument is a compressed sparse or a nested tensor, which torch.func does not "
-            "take. Give it dense, as x.to_sparse_coo(), or with layout=torch.jagged. As a "
-            "micro-batch funcga.stream(grad_fn, weight=...) takes it as it is."
-        ) from error
-
-
-def needs_autograd() -> FuncgaError:
-    """The error for a loss that autograd takes and torch.func does not."""
-    return FuncgaError(
-        "loss_fn does what torch.func does not take, which a gradient function runs on where an "
-        "argument requires grad, so that what it returns has a graph. Without one it runs on "
-        "autograd, which takes checkpoints, saved-tensor hooks and the like: call it under "
-        "torch.no_grad(), or give it {name: p.detach() for name, p in params.items()}."
-    )
+def in_place_of(leaves: list[Any], tensors: Sequence[torch.Tensor], structure: Structure) -> Tree:
+    """The tree with these tensors in the place of its leaves, with None where a leaf is None."""
+    remaining = iter(tensors)
+    spread = [None if leaf is None else next(remaining) for leaf in leaves]
+    return trees.unflatten(structure, spread)
 
 
 def depends(loss: torch.Tensor) -> bool | None:
@@ -130,47 +98,15 @@ def _recorded(of: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
         inputs = [tensor.view_as(tensor) for tensor in tensors]
         inputs = [tensor if tensor.requires_grad else tensor.requires_grad_() for tensor in inputs]
         loss, aux = of(inputs)
-        return recorded_gradients(loss, inputs), (loss, aux)
+        if not (loss.requires_grad and inputs):
+            nothing = [torch.zeros_like(tensor, requires_grad=False) for tensor in inputs]
+            return nothing, (loss, aux)
+        grads = torch.autograd.grad(
+            loss, inputs, create_graph=True, allow_unused=True, materialize_grads=True
+        )
+        return [*grads], (loss, aux)
 
     return gradient
-
-
-def recorded_gradients(loss: torch.Tensor, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The gradients of a loss, with graphs, so that they can be differentiated."""
-    if not (loss.requires_grad and inputs):
-        return [torch.zeros_like(tensor, requires_grad=False) for tensor in inputs]
-    try:
-        return [
-            *torch.autograd.grad(
-                loss, inputs, create_graph=True, allow_unused=True, materialize_grads=True
-            )
-        ]
-    except RuntimeError as error:
-        if "use_reentrant" not in str(error):
-            raise
-        raise FuncgaError(
-            "a step inside of a loss has a checkpoint with use_reentrant=True, through which no "
-            "second derivative can be taken. Call checkpoint(..., use_reentrant=False)."
-        ) from error
-
-
-def _paths(
-    loss_fn: Callable[..., Any], args: tuple[Any, ...], indices: tuple[int, ...]
-) -> list[str]:
-    """The paths of the tensors that are differentiated, in the arguments of these indices."""
-    names = argument_names(loss_fn, len(args))
-    paths = []
-    for arg_index in indices:
-        leaves = trees.flatten(args[arg_index])[0]
-        paths_of_arg = leaf_paths(args[arg_index], trees, names[arg_index])
-        paths += [path for path, leaf in zip(paths_of_arg, leaves, strict=True) if leaf is not None]
-    return paths
-
-
-def _spread(tensors: list[torch.Tensor], is_present: list[bool]) -> list[torch.Tensor | None]:
-    """The tensors in order, with None where a leaf is not present."""
-    remaining = iter(tensors)
-    return [next(remaining) if present else None for present in is_present]
 
 
 def is_constant(loss: torch.Tensor) -> bool:
@@ -192,27 +128,20 @@ def switched_off() -> FuncgaError:
 # --- Hooks that a user has put on parameters. A leaf in the place of a parameter has its hooks.
 
 
-def put_hooks(
-    tensors: Sequence[Any], leaves: Sequence[Any], paths: Callable[[], list[str]]
-) -> bool:
-    """Puts the gradient hooks of the tensors on their leaves, to be called in every micro-batch;
-    whether there are any.
+def put_hooks(tensors: Sequence[Any], leaves: Sequence[Any]) -> None:
+    """Puts the gradient hooks of the tensors on their leaves, to be called in every micro-batch.
 
-    A tensor may be its own leaf. Raises FuncgaError, with its path, for one with hooks that act on
-    its `.grad`.
+    A tensor may be its own leaf. Raises FuncgaError for one with hooks that act on its `.grad`.
     """
-    acts = [*map(_private.acts_on_grad, tensors)]
-    if any(acts):
-        raise FuncgaError(
-            f"`{paths()[acts.index(True)]}` has a hook of register_post_accumulate_grad_hook, "
-            "which acts on the .grad that .backward() leaves, and here gradients are returned, not "
-            "left in .grad. Remove it with handle.remove(), and do to the gradients that the step "
-            "returns what it does. A hook of register_hook, on the gradient itself, is called."
-        )
-    hooks_of_tensors = [*map(_private.hooks_of, tensors)]
-    if not any(hooks_of_tensors):
-        return False
-    for tensor, leaf, hooks in zip(tensors, leaves, hooks_of_tensors, strict=True):
-        for hook in [] if hooks is None or leaf is tensor else hooks.values():
+    for tensor, leaf in zip(tensors, leaves, strict=True):
+        if _private.acts_on_grad(tensor):
+            raise FuncgaError(
+                f"a parameter, {arrays.describe(leaf)}, has a hook of "
+                "register_post_accumulate_grad_hook, which acts on the .grad that .backward() "
+                "leaves, and here gradients are returned, not left in .grad. Remove it with "
+                "handle.remove(), and do to the gradients that the step returns what it does. A "
+                "hook of register_hook, on the gradient itself, is called."
+            )
+        hooks = _private.hooks_of(tensor)
+        for hook in hooks.values() if hooks and leaf is not tensor else ():
             leaf.register_hook(hook)
-    return True

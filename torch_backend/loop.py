@@ -32,11 +32,7 @@ from torch_backend.engine.distributed import window_of
 from torch_backend.engine.leaves import Own
 from torch_backend.engine.plan import Plan, Plans, call_key
 from torch_backend.engine.window import Window
-from torch_backend.modules.checks import (
-    check_no_params,
-    check_no_wrapped_module_in,
-    check_wrapped_before,
-)
+from torch_backend.modules.checks import check_not_wrapped, modules_in
 from torch_backend.modules.layers import Walk
 from torch_backend.prefetch import moved
 from torch_backend.reduce import reductions_of
@@ -58,8 +54,6 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
             plan = plans.get(key) if isinstance(plans, Plans) else None
         if job.totals is not None:
             kwargs = job.totals.counted(job, backend, args, kwargs)
-        if source.module is not None:
-            check_no_params(args, source.module)
         if plan is not None and plan.parts is not None:
             cuts, devices = plan.cuts, plan.devices
             known = zip(plan.parts, args, flat, strict=True)
@@ -72,7 +66,6 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
                 ),
                 job.grad_fn,
                 backend,
-                job.in_axes is None,
             )
         else:
             arguments, cuts, devices = cut(job, backend, args, source.may_be_short)
@@ -148,9 +141,6 @@ def stream(program: Program, backend: Backend) -> Callable[..., Any]:
                 if job.weight is None:
                     _check_not_packed(arguments)
                 if window is None:
-                    if source.module is not None:
-                        args = tuple([part.value for part in arguments.parts])
-                        check_no_params(args, source.module)
                     state = [_owned(leaf) for leaf in arguments.state]
                     if source.gradient is not None:
                         key = call_key(source.params, flat, tuple(kwargs), len(arguments.parts))
@@ -256,7 +246,7 @@ class Source:
             if grad_fn.kind != MODULE:
                 self.wrapped, self.may_be_short = grad_fn, True
                 return
-            check_wrapped_before(grad_fn.module)
+            check_not_wrapped(grad_fn.module)
             walk, self.gradient = program.memory.keep(Walk), grad_fn.parts
             self.params = walk.trainable(self.module)
             self.own = Own(self.module, self.params, walk)
@@ -303,7 +293,9 @@ def check_unwrapped(grad_fn: GradFn, memory: Memory) -> None:
     nobody reduces.
     """
     # Once a step is seen to use none, it is not looked at again.
-    if _NotWrapped not in memory.kept and check_no_wrapped_module_in(grad_fn):
+    if _NotWrapped not in memory.kept:
+        for module in modules_in(grad_fn):
+            check_not_wrapped(module)
         memory.keep(_NotWrapped)
 
 
@@ -486,15 +478,3 @@ def _given_up(program: Program, backend: Backend) -> Iterator[None]:
 def is_traced(tree: Any) -> bool:
     """Whether these arguments belong to a program that is being compiled."""
     return torch.compiler.is_compiling()
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the error says that memory has run out."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    signs = (
-        "DefaultCPUAllocator: can't allocate memory",
-        "out of memory",
-        "CUBLAS_STATUS_ALLOC_FAILED",
-    )
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)

@@ -14,10 +14,8 @@ from funcga._types import Array, Dtype, GradFn, Reduced, Scalar, Tree
 
 # These types belong to packages that import this one, so naming them would be a cycle.
 Program = Any
-Coupled = Any
 Accumulation = Any
 GradientFunction = Any
-LeafFold = Any
 Tally = Any
 Window = Any
 Memory = Any
@@ -98,16 +96,6 @@ class Arrays(Protocol):
 
     def slice(self, array: Array, axis: int, start: Any, size: int) -> Array:
         """`size` rows from `start` on, along an axis."""
-        ...
-
-    def squared_norms(self, arrays: Sequence[Array], dtype: Dtype) -> Array:
-        """The sum of the squared absolute values of all elements of each array, [arrays],
-        without a copy of them.
-        """
-        ...
-
-    def measured(self, measure: Callable[[Array], Array], arrays: Sequence[Array]) -> list[Array]:
-        """`measure(array)`, a sum over the elements, of each array, over all shards."""
         ...
 
     def finite(self, arrays: Sequence[Array]) -> Array:
@@ -195,10 +183,6 @@ class Loop(Protocol):
 
     def is_traced(self, tree: Tree) -> bool:
         """Whether these arguments belong to a program that is being compiled."""
-        ...
-
-    def is_out_of_memory(self, error: BaseException) -> bool:
-        """Whether the error says that memory has run out."""
         ...
 
 

@@ -8,7 +8,9 @@ from itertools import product
 from funcga._backend import Backend
 from funcga._backend.prefixes import leaf_paths
 from funcga._types import Tree
-from funcga.errors import FuncgaError, streamable
+from funcga.errors import FuncgaError, listed
+
+_LOADED: dict[str, Backend] = {}  # as sys.modules would be, but torch.compile guards all of that
 
 
 def load(framework: str) -> Backend:
@@ -17,15 +19,8 @@ def load(framework: str) -> Backend:
     Raises FuncgaError if the framework is not installed, or if another module has the backend's
     name.
     """
-    if framework not in _LOADED:
-        _LOADED[framework] = _imported(framework)
-    return _LOADED[framework]
-
-
-_LOADED: dict[str, Backend] = {}  # as sys.modules would be, but torch.compile guards all of that
-
-
-def _imported(framework: str) -> Backend:
+    if framework in _LOADED:
+        return _LOADED[framework]
     name = f"{framework}_backend"
     try:
         module = importlib.import_module(name)
@@ -38,12 +33,11 @@ def _imported(framework: str) -> Backend:
         ) from error
     backend = getattr(module, "BACKEND", None)
     if not isinstance(backend, Backend):
-        file = getattr(module, "__file__", None) or "a module without a file"
         raise FuncgaError(
-            f"`import {name}` finds {file}, which is not funcga's: it hides the backend. Rename "
-            "that file (or take its folder off sys.path), or reinstall: pip install "
-            f"'funcga[{framework}]'"
+            f"`import {name}` finds {module}, which is not funcga's: it hides the backend. Rename "
+            f"that file, or reinstall: pip install 'funcga[{framework}]'"
         )
+    _LOADED[framework] = backend
     return backend
 
 
@@ -69,15 +63,13 @@ def _imported_frameworks() -> tuple[str, ...]:
 _imported_frameworks._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def backend_of(
-    trees: Sequence[Tree], names: Callable[[], Sequence[str]], grad_fn: object = None
-) -> Backend:
+def backend_of(trees: Sequence[Tree], names: Callable[[], Sequence[str]]) -> Backend:
     """The backend that owns the array leaves of some trees, asked only of frameworks already
     imported.
 
     NumPy arrays belong to nobody: they join the other arrays of the call, or JAX if there are none
     and it is imported. Raises FuncgaError, which calls the trees by their `names()`, if two
-    frameworks own leaves, or none does; `grad_fn` is what they are given to.
+    frameworks own leaves, or none does.
     """
     loaded = [_LOADED.get(name) or load(name) for name in ("torch", "jax") if sys.modules.get(name)]
     # With one framework nothing can be mixed.
@@ -93,9 +85,16 @@ def backend_of(
         if len(others) < len(of_each_type):
             # By the name of the type, as torch.compile cannot trace another framework.
             if {*map(_framework, others)} - {None, backend.name}:
-                raise _mixed(trees, names(), loaded, grad_fn)
+                raise _mixed(trees, names(), loaded)
             return backend
-    raise _without_arrays(trees, names(), [backend.name for backend in loaded])
+    where = listed([f"`{name}`" for name in names()])
+    raise FuncgaError(
+        f"no array was found in {where}. A fold needs torch tensors or JAX arrays, which also say "
+        f"in which framework it runs. {_CONVERT} A DataLoader is folded by stream."
+    )
+
+
+_CONVERT = "Convert first: `funcga.to_torch(batch)` or `funcga.to_jax(batch)`."
 
 
 def is_numpy(leaf: object) -> bool:
@@ -120,51 +119,15 @@ def _framework(leaf: object) -> str | None:
     )
 
 
-def _without_arrays(trees: Sequence[Tree], names: Sequence[str], loaded: list[str]) -> FuncgaError:
-    where = ", ".join(f"`{name}`" for name in names) or "the call, which has no arguments"
-    kinds = {"torch": "torch tensors", "jax": "JAX arrays"}
+def _mixed(trees: Sequence[Tree], names: Sequence[str], loaded: list[Backend]) -> FuncgaError:
+    first: dict[str, str] = {}
+    for name, tree in zip(names, trees, strict=True):
+        for backend in loaded:
+            leaves = backend.trees.flatten(tree)[0]
+            for path, leaf in zip(leaf_paths(tree, backend.trees, name), leaves, strict=True):
+                if backend.arrays.owns(leaf):
+                    first.setdefault(backend.name, path)
     return FuncgaError(
-        f"no array was found in {where}"
-        + (f" (looked for {' and '.join(kinds[name] for name in loaded)})" if loaded else "")
-        + ". A fold needs torch tensors or JAX arrays, which also say in which framework it runs. "
-        + (
-            streamable(trees)
-            or "Convert first: `funcga.to_torch(batch)` or `funcga.to_jax(batch)`."
-        )
+        f"the arguments mix frameworks: `{first['torch']}` is a torch tensor and `{first['jax']}` "
+        f"is a JAX array. One call folds in one framework. {_CONVERT}"
     )
-
-
-def _mixed(
-    trees: Sequence[Tree], names: Sequence[str], loaded: list[Backend], grad_fn: object
-) -> FuncgaError:
-    # The framework, the path and the argument of each array.
-    arrays = [
-        (backend.name, path, name)
-        for name, tree in zip(names, trees, strict=True)
-        for backend in loaded
-        for path, leaf in zip(
-            leaf_paths(tree, backend.trees, name), backend.trees.flatten(tree)[0], strict=True
-        )
-        if backend.arrays.owns(leaf)
-    ]
-    first = {framework: path for framework, path, _ in reversed(arrays)}
-    articles = {"torch": "a torch tensor", "jax": "a JAX array"}
-    what = " and ".join(
-        f"`{first[framework]}` is {article}"
-        for framework, article in articles.items()
-        if framework in first
-    )
-    # What runs grad_fn; or the framework of the first argument, which are the parameters.
-    target = _framework_of(grad_fn) or arrays[0][0]
-    others = dict.fromkeys(name for framework, _, name in arrays if framework != target)
-    lines = " and ".join(f"`funcga.to_{target}({name})`" for name in others)
-    return FuncgaError(
-        f"the arguments mix frameworks: {what}. One call folds in one framework. Convert first: "
-        f"{lines}."
-    )
-
-
-def _framework_of(function: object) -> str | None:
-    """The framework that made a function, such as jax.value_and_grad(loss); None if none did."""
-    made_in = getattr(function, "__globals__", {}).get("__name__") or type(function).__module__
-    return {"torch": "torch", "jax": "jax", "jaxlib": "jax"}.get(str(made_in).split(".")[0])

@@ -23,30 +23,23 @@ class PrefixValue(NamedTuple):
     root: str
 
 
-class PrefixError(Exception):
-    """The prefix and the tree diverge at a path; the caller makes the error."""
+class PrefixError(FuncgaError):
+    """A tree is no prefix of another one: they diverge at `path`."""
 
-    def __init__(self, path: str, prefix: Tree, tree: Tree):
-        super().__init__(path)
+    def __init__(self, what: str, path: str, prefix: Tree, tree: Tree, trees: Trees):
+        super().__init__(
+            f"{what}: at {path or 'its root'} it has {outline(prefix, trees)}, and there is "
+            f"{outline(tree, trees)}. Give one value for all that stands below, or a container "
+            "with the same keys."
+        )
         self.path, self.prefix, self.tree = path, prefix, tree
 
-    def refusal(
-        self,
-        what: str,
-        write: str,
-        trees: Trees,
-        describe: Callable[[Tree], str],
-        shown: Callable[[Tree], str] = repr,
-        root: str = "",
-    ) -> FuncgaError:
-        """The error for a tree that is not a prefix of another, and what to write instead. `shown`
-        and `describe` give the leaves of the two trees in a few characters.
-        """
-        there = outline(self.tree, trees, describe)
-        return FuncgaError(
-            f"{what}: at {root}{self.path} it has {outline(self.prefix, trees, shown)}, and there "
-            f"is {there}. {write}"
-        )
+
+def outline(tree: Tree, trees: Trees) -> str:
+    """A short description of a tree for errors: its type, and its first keys."""
+    keys = [key for key, _ in trees.children(tree) or ()]
+    name = "an array" if hasattr(tree, "dtype") else type(tree).__name__
+    return f"{name}({listed(keys)})" if keys else name
 
 
 def leaf_paths(tree: Tree, trees: Trees, path: str = "") -> list[str]:
@@ -141,12 +134,13 @@ def broadcast(
     leaves: int,
     is_value: Callable[[Any], bool],
     trees: Trees,
-    path: str = "",
+    path: str,
+    what: str,
 ) -> list[PrefixValue]:
     """The prefix's value for every one of the tree's `leaves`, in the order of `trees.flatten`.
 
-    Children are matched by key, so the order of a dict does not matter. Raises PrefixError where
-    they don't match.
+    Children are matched by key, so the order of a dict does not matter. Raises PrefixError, which
+    says `what` is no prefix, where they don't match.
     """
     # A value of the prefix holds for all leaves below it.
     if is_value(prefix):
@@ -154,27 +148,21 @@ def broadcast(
     children = trees.children(tree)
     branches = _children_like(prefix, tree, children, trees)
     if branches is None or children is None:
-        raise PrefixError(path, prefix, tree)
+        raise PrefixError(what, path, prefix, tree, trees)
     # In a dataclass torch has no child for a field that is None, where the prefix may have one.
     if len(branches) > len(children):
         branches = _without_absent(branches, tree, {key for key, _ in children})
-    if len(branches) != len(children):
-        raise PrefixError(path, prefix, tree)
+    matched = dict(branches)
     # A plain tuple or list stands for any sequence, by position, also for a NamedTuple. All else is
     # matched by key.
     if type(prefix) in (tuple, list) and isinstance(tree, tuple | list):
-        matched = dict(
-            zip((key for key, _ in children), (branch for _, branch in branches), strict=True)
-        )
-    else:
-        matched = dict(branches)
+        matched = dict(zip([key for key, _ in children], matched.values(), strict=False))
+    if len(branches) != len(children) or matched.keys() != {key for key, _ in children}:
+        raise PrefixError(what, path, prefix, tree, trees)
     values = []
     for key, child in children:
-        if key not in matched:
-            raise PrefixError(path, prefix, tree)
-        values += broadcast(
-            matched[key], child, len(trees.flatten(child)[0]), is_value, trees, path + key
-        )
+        count = len(trees.flatten(child)[0])
+        values += broadcast(matched[key], child, count, is_value, trees, path + key, what)
     return values
 
 
@@ -201,20 +189,6 @@ def _without_absent(
     ]
 
 
-def outline(tree: Tree, trees: Trees, leaf: Callable[[Any], str], depth: int = 2) -> str:
-    """A short description of a tree for errors: its keys, and its leaves in a few characters."""
-    children = trees.children(tree)
-    if children is None:
-        return leaf(tree)
-    if depth == 0:
-        return "..."
-    # The first four keys.
-    shown = [f"{key}: {outline(child, trees, leaf, depth - 1)}" for key, child in children[:4]]
-    if len(children) > 4:
-        shown.append(f"... {len(children) - 4} more")
-    return f"{type(tree).__name__}({', '.join(shown)})"
-
-
 def subtrees(tree: Tree, like: Tree, trees: Trees, path: str = "") -> list[Tree]:
     """The subtrees of a tree at the leaves of another one, in their order.
 
@@ -226,7 +200,7 @@ def subtrees(tree: Tree, like: Tree, trees: Trees, path: str = "") -> list[Tree]
         return [tree]
     branches = dict(_children_like(tree, like, children, trees) or ())
     if branches.keys() != {key for key, _ in children}:
-        raise PrefixError(path, like, tree)
+        raise PrefixError("the tree has another structure", path, like, tree, trees)
     return [
         below
         for key, child in children

@@ -2,12 +2,11 @@
 options, checked.
 """
 
-import functools
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, TypedDict, TypeVar
 
 from funcga import normalizers, reducers
 from funcga._backend import Backend
@@ -18,27 +17,33 @@ from funcga._fold import check_weight
 from funcga._fold.outputs import Outputs, bind_outputs
 from funcga._replicas import Step, step_of
 from funcga._tools import load
-from funcga._types import Across, Array, GradFn, Scalar, TotalsFn, Tree, WeightFn
-from funcga.errors import FuncgaError, check_callable, check_count, refuses_arguments
+from funcga._types import (
+    Across,
+    Array,
+    DropScope,
+    DropTest,
+    GradFn,
+    Scalar,
+    TotalsFn,
+    Tree,
+    WeightFn,
+)
+from funcga.errors import FuncgaError, check_callable, check_count
 from funcga.folds import Fold, FoldTree
 
 Kept = TypeVar("Kept")
 
-# What stock folds lift and normalize by without a look at the weight. A user's own function may
-# look at it.
-_WITHOUT_WEIGHT = {
-    *(each.lift for each in (reducers.pairs, reducers.pooled, reducers.logsumexp, reducers.carry)),
-    *(
-        each.apply
-        for each in (
-            normalizers.identity,
-            normalizers.ratio,
-            normalizers.pooled,
-            normalizers.logsumexp,
-            normalizers.carry,
-        )
-    ),
-}
+
+class Options(TypedDict, total=False):
+    """The options that a step has with `observe=` and without it, for type checkers."""
+
+    fold: FoldTree
+    weight: WeightFn | None
+    in_axes: Tree
+    across: Across
+    totals: TotalsFn | None
+    drop: DropScope | None
+    drop_if: DropTest | None
 
 
 class KnownGradient:
@@ -123,23 +128,18 @@ class Program:
     device: Any = None
     across: Across = None
     memory: Memory = field(default_factory=Memory, repr=False)
-    default_in_axes: Tree = None  # if in_axes is None: that of a wrapped function
     totals: Any = None  # what the tools of these names have made of the options
     observers: Any = None
     dropping: Any = None
-    is_told: bool = False  # whether other processes may take part in a call
+    on_each: Any = None  # of a plan: what runs a function on every device of a mesh
+
     is_exact: bool = False  # whether a fold reads bits, as reproducible() does
-    on_each: Callable[..., Tree] | None = (
-        None  # of a plan: what runs a function on every device of a mesh
-    )
+    is_told: bool = False  # whether other processes may take part in a call
 
     def backend(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Backend:
         """The backend that owns the arrays of a call."""
-        return backend_of(
-            [*args, *kwargs.values()],
-            lambda: [*argument_names(self.grad_fn, len(args)), *kwargs],
-            self.grad_fn,
-        )
+        names = lambda: [*argument_names(self.grad_fn, len(args)), *kwargs]
+        return backend_of([*args, *kwargs.values()], names)
 
     def telling(self, *later: "Program") -> AbstractContextManager[object]:
         """The context of a call, in which other processes that fold it are told of an error.
@@ -156,76 +156,41 @@ class Program:
 
     def read(self, args: tuple[Any, ...], backend: Backend) -> Arguments:
         """The positional arguments, each leaf with its axis from in_axes."""
-        in_axes = self.default_in_axes if self.in_axes is None else self.in_axes
-        return read_arguments(args, in_axes, self.grad_fn, backend, assumed=self.in_axes is None)
+        return read_arguments(args, self.in_axes, self.grad_fn, backend)
 
     def weigh(self, arguments: Arguments, args: tuple[Any, ...], rows: int | None) -> Scalar:
         """The weight of a micro-batch: a number, or a 0-d array that the host does not see yet.
 
         By default it is the number of rows; with `rows` None they are counted in the arguments.
         """
-        if self.weight is None:
-            return self._count_rows(arguments) if rows is None else rows
-        return check_weight(
-            weight_of(self.weight, arguments.split_args(args)), arguments.backend.arrays
-        )
+        if self.weight is not None:
+            weight = self.weight(*arguments.split_args(args))
+            return check_weight(weight, arguments.backend.arrays)
+        return self._count_rows(arguments) if rows is None else rows
 
     def _count_rows(self, arguments: Arguments) -> int:
         """The rows of a micro-batch that came split; 1 if they cannot be counted and no fold asks
         for a weight.
         """
         try:
-            return arguments.rows(streamed=True)
-        except FuncgaError:
-            if self._uses_weights(arguments.backend):
-                raise
-            return 1
-
-    def _uses_weights(self, backend: Backend) -> bool:
-        """Whether the result may depend on the weights, as that of sum() does not."""
-        # An observer measures each gradient in units of its weight.
-        if self.observers is not None:
-            return True
-        of_leaves = backend.trees.flatten(self.fold, lambda node: isinstance(node, Fold))[0]
-        folds = [fold.plain for fold in of_leaves if isinstance(fold, Fold)]
-        return not all(
-            (fold.reducer.unweighted or fold.reducer.lift in _WITHOUT_WEIGHT)
-            and (fold.normalizer.divides_by == "steps" or fold.normalizer.apply in _WITHOUT_WEIGHT)
-            for fold in folds
-        )
+            return arguments.rows()
+        except FuncgaError as error:
+            # An observer measures each gradient in units of its weight.
+            folds = arguments.backend.trees.flatten(self.fold, _is_fold)[0]
+            if self.observers is None and all(map(_ignores_weights, folds)):
+                return 1
+            raise FuncgaError(
+                "the rows of a micro-batch are its weight unless weight= says it, and they cannot "
+                f"be counted: {error} Write stream(grad_fn, weight=lambda batch: len(batch)), or "
+                "with what else a micro-batch weighs, 1 where all weigh alike."
+            ) from error
 
     def weighs_all(self, backend: Backend) -> bool:
         """Whether a micro-batch of weight 0 adds nothing to any leaf."""
-        folds = backend.trees.flatten(self.fold, lambda node: isinstance(node, Fold))[0]
+        folds = backend.trees.flatten(self.fold, _is_fold)[0]
         return all(
             fold.reducer.linear or fold.reducer.lift is reducers.moments.lift for fold in folds
         )
-
-    def check_call(
-        self, error: TypeError, count: int, kwargs: dict[str, Any], streamed: bool = False
-    ) -> None:
-        """Raises FuncgaError if `error` says that grad_fn does not take these arguments. Errors
-        from inside of grad_fn pass unchanged.
-        """
-        if "'totals'" in str(error):
-            load("totals", "totals=").explain(error)
-        keywords = {*kwargs} | ({"totals"} if self.totals is not None else set())
-        if not refuses_arguments(self.grad_fn, count, keywords, error):
-            return
-        names = inspect.signature(self.grad_fn).parameters
-        instead = (
-            "A micro-batch that is a tuple or list is spread, grad_fn(params, *item), so it has "
-            "one field for each parameter after the first; to pass it as one argument, yield "
-            "(item,). A single batch is split by funcga.accumulate(grad_fn, n)(params, *batch)."
-            if streamed
-            else "Pass one argument for each parameter: step(params, *batch) for a batch in a "
-            "tuple. A list of micro-batches is folded by funcga.stream(grad_fn)(params, "
-            "microbatches)."
-        )
-        raise FuncgaError(
-            f"grad_fn takes ({', '.join(names)}), and was called with {count} positional "
-            f"arguments: {error}. {instead}"
-        ) from error
 
     def bind(self, value: Tree, arguments: Arguments) -> tuple[Outputs, list[Any]]:
         """The Outputs for a first micro-batch with this value, and its leaves."""
@@ -240,22 +205,37 @@ class Program:
                 (self.observers.folds, self.fold), value, backend, carried=carried
             )
             outputs = replace(outputs, before=len(self.observers.folds))
-        if outputs.threads:
-            _check_state([leaves[leaf_index] for leaf_index in outputs.threads], arguments)
+        describe, is_array = backend.arrays.describe, backend.arrays.is_array
+        for leaf_index, before in zip(outputs.threads, arguments.state, strict=True):
+            after = leaves[leaf_index]
+            if is_array(before) and (not is_array(after) or describe(after) != describe(before)):
+                raise FuncgaError(
+                    f"{outputs.paths()[leaf_index]} is {describe(after)}, and the carried state "
+                    f"came in as {describe(before)}. Every micro-batch gets what the one before "
+                    "returned: return the shape and dtype that came in."
+                )
         return outputs, leaves
 
 
-def _check_no_model(grad_fn: GradFn) -> None:
-    """Raises FuncgaError for a module of torch with parameters, or one of flax."""
-    bases = {(base.__module__.split(".")[0], base.__name__) for base in type(grad_fn).__mro__}
-    if ("flax", "Module") in bases or (("torch", "Module") in bases and [*grad_fn.parameters()]):  # type: ignore[attr-defined]
-        raise FuncgaError(
-            f"grad_fn is a model, {type(grad_fn).__name__}, which returns outputs, and what is "
-            "accumulated is a gradient. Write "
-            "accumulate(torch_backend.module_value_and_grad(model, loss_fn), n) for a module of "
-            "torch; in JAX accumulate(funcga.value_and_grad(loss_fn), n), with a loss_fn of the "
-            "parameters. To fold the outputs of a model, say in_axes=0."
-        )
+def _is_fold(node: object) -> bool:
+    return isinstance(node, Fold)
+
+
+# What stock folds lift and normalize by without a look at the weight. A user's own function may
+# look at it.
+_WITHOUT_WEIGHT = {
+    *[each.lift for each in (reducers.pairs, reducers.pooled, reducers.logsumexp, reducers.carry)],
+    *[each.apply for each in (normalizers.identity, normalizers.ratio, normalizers.pooled)],
+    *[each.apply for each in (normalizers.logsumexp, normalizers.carry)],
+}
+
+
+def _ignores_weights(fold: Fold) -> bool:
+    """Whether the weights make no difference to the result, as to that of sum()."""
+    reducer, normalizer = fold.plain.reducer, fold.plain.normalizer
+    return (reducer.unweighted or reducer.lift in _WITHOUT_WEIGHT) and (
+        normalizer.divides_by == "steps" or normalizer.apply in _WITHOUT_WEIGHT
+    )
 
 
 def read_sizes(
@@ -295,8 +275,6 @@ def read_program(
     or weight cannot be called, or for an unsupported combination.
     """
     check_callable(grad_fn, "grad_fn", "funcga.value_and_grad(loss_fn)")
-    if in_axes is None and not isinstance(grad_fn, KnownGradient):
-        _check_no_model(grad_fn)
     if weight is not None:
         check_callable(weight, "weight", 'lambda batch: (batch["labels"] != -100).sum()')
     features = {
@@ -311,26 +289,27 @@ def read_program(
         # In Replicas a tree of ints; a torch process group has a method of this name.
         "scatter=": isinstance(getattr(across, "scatter", None), int | tuple | list | dict),
     }
-    used = [feature for feature, is_used in features.items() if is_used]
     owner = owner_of(grad_fn)
+    used = [feature for feature, is_used in features.items() if is_used]
     if used:
         check_supported(used, ANY if owner is None else owner.kind)
-    dropping = None
+    if in_axes is None:
+        in_axes = _default_in_axes(grad_fn)
+    dropping = observers = counted = None
     if (drop, drop_if) != (None, None):
         part = getattr(grad_fn, "without_aux", lambda output: output)
         dropping = load("dropping", "drop=").DroppingStep(drop, drop_if, part)
-    # Imported now, as torch.compile may trace the first call.
-    load_imported()
-    step = None if across is None else step_of(grad_fn)
-    default_in_axes = _default_in_axes(grad_fn)
-    observers = (
-        None
-        if observe is None
-        else load("observe.readings", "observe=").Observers(observe, grad_fn)
-    )
-    counted = None
+    if observe is not None:
+        observers = load("observe.readings", "observe=").Observers(observe, grad_fn)
     if totals is not None:
         counted = load("totals", "totals=").Totals(totals, grad_fn, across is not None)
+    # Imported now, as torch.compile may trace the first call.
+    load_imported()
+    is_told = across is not None or (owner is not None and owner.kind != MODULE)
+    memory = Memory()
+    if is_told:
+        memory.step = None if across is None else step_of(grad_fn)
+        memory.options = options_of(observers, drop, drop_if, totals, owner)
     return Program(
         grad_fn,
         fold,
@@ -340,19 +319,13 @@ def read_program(
         microbatch_size,
         device,
         across,
-        Memory(step, options_of(observers, drop, drop_if, totals, owner)),
-        default_in_axes,
-        counted,
-        observers,
-        dropping,
-        _is_told(across, owner),
-        _is_exact(fold),
+        memory,
+        totals=counted,
+        observers=observers,
+        dropping=dropping,
+        is_exact=_is_exact(fold),
+        is_told=is_told,
     )
-
-
-def _is_told(across: Across, owner: OwningGradient | None) -> bool:
-    """Whether other processes may take part in a call."""
-    return across is not None or (owner is not None and owner.kind != MODULE)
 
 
 def options_of(
@@ -398,7 +371,7 @@ def _default_in_axes(grad_fn: GradFn) -> Tree:
         if isinstance(layer, OwningGradient):
             return 0
         step = step_program(layer)
-        if step is not None and step.in_axes is not None:
+        if step is not None:
             return step.in_axes
     return None
 
@@ -411,7 +384,7 @@ def _layers(grad_fn: GradFn) -> Iterator[GradFn]:
         step = step_program(layer)
         if step is not None:
             layer = step.grad_fn
-        elif isinstance(layer, functools.partial):
+        elif isinstance(layer, partial):
             layer = None if layer.args else layer.func
         else:
             # From the instance, where functools.wraps sets it: a gradient function has a
@@ -424,34 +397,3 @@ def step_program(step: object) -> Program | None:
     # Also of jax.jit(step), which copies the attributes of the step.
     program = getattr(step, "program", None)
     return program if isinstance(program, Program) else None
-
-
-def weight_of(weight: WeightFn, split: Sequence[Tree]) -> Scalar:
-    """The weight of a micro-batch with these split arguments. Raises FuncgaError if the function
-    takes another number of them.
-    """
-    try:
-        return weight(*split)
-    except TypeError as error:
-        if not refuses_arguments(weight, len(split), (), error):
-            raise
-        raise FuncgaError(
-            f"weight is called with each argument that is split, here {len(split)}, and does not "
-            f"take so many ({error}). Write it with one parameter for each: weight=lambda x, y: "
-            "..., for micro-batches (x, y)."
-        ) from error
-
-
-def _check_state(returned: list[Any], arguments: Arguments) -> None:
-    """Raises FuncgaError if grad_fn changes the shape or dtype of carried state."""
-    describe, is_array = arguments.backend.arrays.describe, arguments.backend.arrays.is_array
-    for (_, path), before, after in zip(
-        arguments.carried(), arguments.state, returned, strict=True
-    ):
-        after_type = (getattr(after, "shape", None), getattr(after, "dtype", None))
-        if is_array(before) and (before.shape, before.dtype) != after_type:
-            raise FuncgaError(
-                f"the carried state `{path}` came in as {describe(before)} and grad_fn returned it "
-                f"as {describe(after)}. Every micro-batch gets what the one before returned: "
-                "return the shape and dtype that came in."
-            )

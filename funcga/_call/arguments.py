@@ -4,15 +4,15 @@ are.
 
 import inspect
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any, NamedTuple
 
-from funcga._backend import Backend
-from funcga._backend.prefixes import PrefixError, broadcast, leaf_paths
-from funcga._call.examples import Examples, find_examples
+from funcga._backend import Backend, Trees
+from funcga._backend.prefixes import PrefixValue, broadcast, leaf_paths
 from funcga._types import Array, GradFn, Structure, Tree
-from funcga.errors import FuncgaError, streamable
+from funcga.errors import FuncgaError
 
 
 class Carry:
@@ -59,7 +59,6 @@ class Arguments:
     parts: tuple[Argument, ...]
     grad_fn: GradFn
     backend: Backend
-    assumed: bool = False  # whether in_axes was left at its default
     state: list[Any] = field(default_factory=list)  # the leaves that are CARRY
 
     def __iter__(self) -> Iterator[tuple[Any, Axis]]:
@@ -70,47 +69,80 @@ class Arguments:
             for leaf, axis in zip(part.leaves, part.axes, strict=True)
         )
 
-    def rows(self, may_be_empty: bool = False, streamed: bool = False) -> int:
-        """The common number of rows of the split leaves. `streamed`: the number is used as the
-        weight, which affects only the messages of errors.
+    def rows(self, may_be_empty: bool = False) -> int:
+        """The common number of rows of the split leaves.
 
         Raises FuncgaError if they differ, if there are none (unless `may_be_empty`), or if a
         leaf lacks the axis.
         """
         # Keyed by the index of the leaf, so that an error can name it.
         sizes = {
-            leaf_index: _row_count(self, leaf_index, leaf, axis, streamed)
+            leaf_index: self._rows_of(leaf_index, leaf, axis)
             for leaf_index, (leaf, axis) in enumerate(self)
             if isinstance(axis, int) and leaf is not None
         }
         if not sizes:
-            if streamed:
-                raise _weightless(self, "it has no array")
-            if not self.parts:
-                raise FuncgaError(
-                    "the call has keyword arguments alone, so there are no rows to make "
-                    "micro-batches of. Keyword arguments are passed whole: pass what is to be "
-                    "split by position. Write step(x, y), or step(batch) in place of step(**batch)."
-                )
             raise FuncgaError(
                 "no argument is split, so there are no rows to make micro-batches of. By default "
                 "the first argument is passed whole and every other one is split on axis 0; say "
                 "otherwise with in_axes, as in vmap: in_axes=0 splits all of them. Keyword "
-                "arguments are passed whole: pass what is to be split by position, step(params, "
-                "batch) in place of step(params, **batch)."
+                "arguments are passed whole: pass what is to be split by position."
             )
         first, rows = next(iter(sizes.items()))
-        even = all(size == rows for size in sizes.values())
-        # First, as it explains why arrays differ in length.
-        if self.assumed:
-            _check_lists(self, rows, even)
-        if not even:
-            raise _uneven(self, sizes, streamed)
+        for leaf_index, size in sizes.items():
+            if size != rows:
+                raise FuncgaError(
+                    f"the split arguments have different numbers of rows: `{self.path(first)}` has "
+                    f"{rows} and `{self.path(leaf_index)}` has {size}; micro-batches cut all of "
+                    "them alike. Pass what has no rows whole: in_axes with None in its place."
+                )
+        self._check_examples(rows)
         if rows == 0 and not may_be_empty:
             raise FuncgaError(
                 f"the batch has 0 rows (`{self.path(first)}` is empty): there is nothing to fold."
             )
         return rows
+
+    def _rows_of(self, leaf_index: int, leaf: Any, axis: int) -> int:
+        """How many rows a leaf has along its axis."""
+        arrays = self.backend.arrays
+        if not arrays.is_array(leaf):
+            raise FuncgaError(
+                f"`{self.path(leaf_index)}` is {arrays.describe(leaf)}, and in_axes splits it on "
+                f"axis {axis}: only {self.backend.name} arrays can be split. Convert it, make it a "
+                "tree of arrays, or pass it whole: in_axes with None in its place. A DataLoader is "
+                "folded by stream."
+            )
+        try:
+            shape = leaf.shape
+            rows: int = shape[axis]  # a symbol, if a program is exported for any number of rows
+        except (IndexError, RuntimeError) as error:  # nested tensors of the old kind have no shape
+            raise FuncgaError(
+                f"`{self.path(leaf_index)}` is {arrays.describe(leaf)}: it has no axis {axis} to "
+                "split. Pass it whole: in_axes with None in its place, or as a keyword argument."
+            ) from error
+        return rows
+
+    def _check_examples(self, rows: int) -> None:
+        """Raises FuncgaError if all that is split are lists of arrays alike: these are examples,
+        as a collate function for images of several sizes makes them, and axis 0 is not the rows.
+        """
+        flatten, nodes = self.backend.trees.flatten, list[Any]()
+        for part in self.parts:
+            if part.axes and not isinstance(part.in_axes, int):
+                return  # the user has said what is split
+            nodes += flatten(part.value, _is_list)[0] if part.axes else ()
+        lists = [node for node in nodes if node is not None]
+        if not all(map(_is_list, lists)):
+            return  # another array has these rows
+        for examples in lists:
+            is_argument = any(examples is part.value for part in self.parts)
+            if _are_examples(len(examples), flatten(examples)[0], rows, is_argument):
+                raise FuncgaError(
+                    f"a list of {len(examples)} arrays is split: axis 0 of each would be taken for "
+                    "the rows, and these look like examples. If they are, stack them, or stream "
+                    "micro-batches with weight=. If axis 0 is the rows, make it a tuple."
+                )
 
     def cut(
         self,
@@ -131,19 +163,14 @@ class Arguments:
             if not part.axes:
                 args.append(part.value)
                 continue
-            # Checking each leaf before is slow, so a failure is explained afterwards.
-            try:
-                pieces = [
-                    next(threaded)
-                    if axis is CARRY
-                    else narrow(leaf, axis, start, size)
-                    if isinstance(axis, int) and not (leaf is None or size is None)
-                    else leaf
-                    for leaf, axis in zip(part.leaves, part.axes, strict=True)
-                ]
-            except TypeError:
-                _check_cut(self, narrow, start, size)
-                raise
+            pieces = [
+                next(threaded)
+                if axis is CARRY
+                else narrow(leaf, axis, start, size)
+                if isinstance(axis, int) and not (leaf is None or size is None)
+                else leaf
+                for leaf, axis in zip(part.leaves, part.axes, strict=True)
+            ]
             args.append(unflatten(part.structure, pieces))
         return tuple(args)
 
@@ -171,16 +198,13 @@ class Arguments:
         """(root, path) of the leaves, in the order of iteration: the path of the in_axes entry,
         and that of the leaf.
         """
-        trees, paths = self.backend.trees, []
-        for name, part in zip(
-            argument_names(self.grad_fn, len(self.parts)), self.parts, strict=True
-        ):
+        trees, paths = self.backend.trees, list[tuple[str, str]]()
+        names = argument_names(self.grad_fn, len(self.parts))
+        for name, part in zip(names, self.parts, strict=True):
             if part.axes:
-                axis_values = broadcast(
-                    part.in_axes, part.value, len(part.leaves), _is_axis, trees, name
-                )
-                roots = [root for _, root in axis_values]
-                paths += list(zip(roots, leaf_paths(part.value, trees, name), strict=True))
+                axes = _axes_below(part.in_axes, part.value, len(part.leaves), trees, name)
+                of_leaves = zip(axes, leaf_paths(part.value, trees, name), strict=True)
+                paths += [(axis.root, path) for axis, path in of_leaves]
         return paths
 
     def path(self, leaf_index: int) -> str:
@@ -193,21 +217,28 @@ class Arguments:
 
 
 def read_arguments(
-    args: tuple[Any, ...], in_axes: Tree, grad_fn: GradFn, backend: Backend, assumed: bool = False
+    args: tuple[Any, ...], in_axes: Tree, grad_fn: GradFn, backend: Backend
 ) -> Arguments:
     """The Arguments of a call; `in_axes` None is the default: the first whole, the others split on
     axis 0.
 
-    assumed: whether in_axes was left at its default. Then lists of examples are refused when
-    rows are counted. Raises FuncgaError if in_axes is no tree prefix of the arguments.
+    Raises FuncgaError if in_axes is no tree prefix of the arguments.
     """
     count, parts, state = len(args), [], []
     # in_axes has one entry for each argument, as in vmap; each entry is a prefix, with one axis for
     # each leaf below it.
-    entries = (
-        (None, *[0] * (count - 1))[:count] if in_axes is None else _per_argument(in_axes, count)
-    )
-    for arg_index, (arg, axis) in enumerate(zip(args, entries, strict=True)):
+    if in_axes is None:
+        in_axes = (None, *[0] * (count - 1))[:count]
+    elif _is_axis(in_axes):
+        in_axes = (in_axes,) * count
+    elif not isinstance(in_axes, tuple | list) or len(in_axes) != count:
+        raise FuncgaError(
+            f"in_axes is {in_axes!r}, and the call has {count} positional arguments. Give an axis "
+            f"for all of them, or one entry each, such as in_axes={(None,) + (0,) * (count - 1)}: "
+            "an axis, None (whole), funcga.CARRY, or a tree of these. Keyword arguments are never "
+            "split."
+        )
+    for arg_index, (arg, axis) in enumerate(zip(args, in_axes, strict=True)):
         # An argument that is passed whole may be any object, so it is not even flattened.
         if axis is None:
             parts.append(Argument(arg, [], [], None))
@@ -217,45 +248,32 @@ def read_arguments(
         if type(axis) is int:
             axes: list[Axis] = [axis] * len(leaves)
         else:
-            try:
-                axis_values = broadcast(axis, arg, len(leaves), _is_axis, backend.trees)
-            except PrefixError as error:
-                raise error.refusal(
-                    "in_axes is no prefix of the arguments",
-                    "Write an axis, None (whole) or funcga.CARRY for all that stands below, or a "
-                    "container with the same keys.",
-                    backend.trees,
-                    backend.arrays.describe,
-                    root=argument_names(grad_fn, count)[arg_index],
-                ) from error
+            name = argument_names(grad_fn, count)[arg_index]
+            below = _axes_below(axis, arg, len(leaves), backend.trees, name)
             axes = [
-                value if value is None or value is CARRY else operator.index(value)
-                for value, _ in axis_values
+                axis if axis is None or axis is CARRY else operator.index(axis) for axis, _ in below
             ]
-            state += [
-                leaf
-                for leaf, axis_of_leaf in zip(leaves, axes, strict=True)
-                if axis_of_leaf is CARRY
-            ]
+            pairs = zip(leaves, axes, strict=True)
+            state += [leaf for leaf, axis_of_leaf in pairs if axis_of_leaf is CARRY]
         parts.append(Argument(arg, leaves, axes, structure, axis))
-    return Arguments(tuple(parts), grad_fn, backend, assumed, state)
+    return Arguments(tuple(parts), grad_fn, backend, state)
 
 
-def _per_argument(in_axes: Tree, count: int) -> tuple[Any, ...]:
-    if _is_axis(in_axes):
-        return (in_axes,) * count
-    if not isinstance(in_axes, tuple | list):
-        raise FuncgaError(
-            f"in_axes is {in_axes!r}. Give an axis for all arguments, or a tuple with one entry "
-            f"for each of the {count}: an axis, None (whole), funcga.CARRY, or a tree of these."
-        )
-    if len(in_axes) != count:
-        raise FuncgaError(
-            f"in_axes has {len(in_axes)} entries and the call has {count} positional arguments. "
-            f"Give one entry each, such as in_axes={(None,) + (0,) * (count - 1)}; pass keyword "
-            "arguments by keyword, they are never split."
-        )
-    return tuple(in_axes)
+def _axes_below(axis: Tree, arg: Tree, leaves: int, trees: Trees, name: str) -> list[PrefixValue]:
+    what = "in_axes is no prefix of the arguments"
+    return broadcast(axis, arg, leaves, _is_axis, trees, name, what)
+
+
+def _is_list(node: object) -> bool:
+    return type(node) is list
+
+
+def _are_examples(count: int, leaves: list[Array], rows: int, is_argument: bool) -> bool:
+    """Whether a list of so many arrays, or trees of them, looks like one of examples."""
+    are_alike = len({(leaf.dtype, len(leaf.shape)) for leaf in leaves if leaf is not None}) == 1
+    # A DataLoader makes its argument a list of the parts of a batch, which may be alike, too.
+    is_long = 1 < rows < count and len(leaves[0].shape) > 2
+    return are_alike and count > 1 and (is_long or not is_argument)
 
 
 def _is_axis(value: object) -> bool:
@@ -266,198 +284,15 @@ def _is_axis(value: object) -> bool:
     )
 
 
-def _row_count(arguments: Arguments, leaf_index: int, leaf: Any, axis: int, streamed: bool) -> int:
-    """How many rows a leaf has along its axis."""
-    backend = arguments.backend
-    if not backend.arrays.is_array(leaf):
-        path = arguments.path(leaf_index)
-        has_shape = hasattr(leaf, "shape")
-        if streamed and not has_shape:
-            raise _weightless(arguments, f"`{path}` is {backend.arrays.describe(leaf)}")
-        convert = f"funcga.to_{backend.name}({path.split('[')[0].split('.')[0]})"
-        make = (
-            f"Convert it, `{convert}`,"
-            if has_shape
-            else "Make it a tree of arrays, such as a dict or a dataclass,"
-        )
-        remedy = streamable([leaf]) or f"{make} or pass it whole: in_axes with None in its place."
-        raise FuncgaError(
-            f"`{path}` is {backend.arrays.describe(leaf)}, and in_axes splits it on axis {axis}: "
-            f"only {backend.name} arrays can be split. {remedy}"
-        )
-    try:
-        shape = leaf.shape
-    except RuntimeError as error:
-        raise FuncgaError(
-            f"`{arguments.path(leaf_index)}` is {backend.arrays.describe(leaf)}, a tensor without "
-            "a shape, so its rows cannot be counted. Give it dense and padded; or stream "
-            "micro-batches, with layout=torch.jagged or with weight=."
-        ) from error
-    rank = len(shape)
-    if not shape:
-        described = f"`{arguments.path(leaf_index)}` is {backend.arrays.describe(leaf)}"
-        if streamed:
-            raise _weightless(arguments, f"{described}, a scalar")
-        scalar = f"{described}, a scalar: it has no axis {axis} to split."
-        if backend.arrays.kind(leaf.dtype) == "other":  # a random key of JAX
-            raise FuncgaError(f"{scalar} {_KEYS}")
-        raise FuncgaError(
-            f"{scalar} Pass it whole: in_axes with None in its place, or as a keyword argument."
-            f"{_params_first(arguments)}"
-        )
-    if not -rank <= axis < rank:
-        raise FuncgaError(
-            f"`{arguments.path(leaf_index)}` is {backend.arrays.describe(leaf)}: axis {axis} is "
-            f"out of range. in_axes for it lies between {-rank} and {rank - 1}."
-        )
-    # A symbol, if a program is exported or compiled for any number of rows.
-    rows: int = shape[axis]
-    return rows
-
-
-_KEYS = (
-    "Give each row a key of its own, jax.random.split(key, rows), or thread one key with "
-    "funcga.CARRY: passed whole, it would draw the same noise in every micro-batch."
-)
-
-
-def _check_lists(arguments: Arguments, rows: int, even: bool) -> None:
-    """Raises FuncgaError for a list whose arrays are single examples, not batches."""
-    backend = arguments.backend
-    # The usual arguments, bare arrays, are no lists.
-    if all(
-        len(part.leaves) == 1 and part.leaves[0] is part.value
-        for part in arguments.parts
-        if part.axes
-    ):
-        return
-    names = argument_names(arguments.grad_fn, len(arguments.parts))
-    split = {
-        name: part.value
-        for name, part, is_split in zip(names, arguments.parts, arguments.are_split(), strict=True)
-        if is_split
-    }
-    examples: Examples | None = find_examples(split, rows, even, backend)
-    if examples is None:
-        return
-    entry = backend.trees.flatten(examples.entries[0])[0][0]
-    axes = tuple(0 if part.axes else None for part in arguments.parts)
-    parameters = as_parameters([*split])
-    # The same path in the body of a lambda with these parameters.
-    counted = next(
-        parameter + examples.path[len(name) :]
-        for name, parameter in zip(split, parameters, strict=True)
-        if examples.path.startswith(name)
-    )
-    raise FuncgaError(
-        f"`{examples.path}` is a list of {len(examples.entries)}, the first "
-        f"{backend.arrays.describe(entry)}: axis 0 of each would be taken for the rows, and these "
-        "look like examples. If they are, stack them, or stream micro-batches of them with "
-        f"weight=lambda {', '.join(parameters)}: len({counted}). If axis 0 is the rows, say so: "
-        f"in_axes={axes}."
-    )
-
-
-def _weightless(arguments: Arguments, reason: str) -> FuncgaError:
-    """The error for a streamed micro-batch whose rows, which are its weight, cannot be counted."""
-    names = argument_names(arguments.grad_fn, len(arguments.parts))
-    split = [name for name, is_split in zip(names, arguments.are_split(), strict=True) if is_split]
-    is_array = arguments.backend.arrays.is_array
-    leaves = zip(arguments.paths(), arguments, strict=True)
-    # Whose rows it could be.
-    paths = [path for (_, path), (leaf, _) in leaves if is_array(leaf) and leaf.shape]
-    has_names = split and all(map(str.isidentifier, split))
-    takes = ", ".join(split) if has_names else "*item"
-    weight = f"len({paths[0]})" if paths and has_names else "1"
-    other = "1 where all weigh alike" if weight != "1" else "where they do not weigh alike"
-    return FuncgaError(
-        "the rows of a micro-batch are its weight unless weight= says it, and they cannot be "
-        f"counted: {reason}. Write stream(grad_fn, weight=lambda {takes}: {weight}), or with what "
-        f"else a micro-batch weighs, {other}."
-    )
-
-
-def _uneven(arguments: Arguments, sizes: dict[int, int], streamed: bool) -> FuncgaError:
-    """The error for leaves with these numbers of rows, by the index of the leaf."""
-    describe, leaves = arguments.backend.arrays.describe, list(arguments)
-    # The first leaf of each size: reversed, as the last one in a dict wins.
-    first = {size: leaf_index for leaf_index, size in reversed(sizes.items())}
-    listed = "; ".join(
-        f"`{arguments.path(leaf_index)}` has {size} (axis {leaves[leaf_index][1]} of "
-        f"{describe(leaves[leaf_index][0])})"
-        for size, leaf_index in sorted(first.items(), key=lambda pair: pair[1])
-    )
-    if streamed:
-        return _weightless(arguments, listed)
-    for leaf_index in sizes:
-        leaf = leaves[leaf_index][0]
-        if str(leaf.dtype) == "uint32" and leaf.ndim <= 2 and leaf.shape[-1] == 2:
-            return FuncgaError(
-                f"the split arguments have different numbers of rows: {listed}. "
-                f"`{arguments.path(leaf_index)}` looks like random keys of JAX. {_KEYS}"
-            )
-    return FuncgaError(
-        f"the split arguments have different numbers of rows: {listed}; micro-batches cut all of "
-        f"them alike. Pass what has no rows whole: in_axes with None in its place."
-        f"{_params_first(arguments)}"
-    )
-
-
-def _params_first(arguments: Arguments) -> str:
-    """The line to write if params and batch may have been swapped, as the default takes it."""
-    if not arguments.assumed or len(arguments.parts) < 2:
-        return ""
-    axes = (*(0,) * (len(arguments.parts) - 1), None)
-    return (
-        f" Parameters come first, step(params, *batch); where grad_fn takes them last, write "
-        f"in_axes={axes}."
-    )
-
-
-def _check_cut(
-    arguments: Arguments, narrow: Callable[..., Array], start: Any, size: int | None
-) -> None:
-    """Raises FuncgaError for the first leaf that cannot be sliced."""
-    for leaf_index, (leaf, axis) in enumerate(arguments):
-        if leaf is None or not isinstance(axis, int):
-            continue
-        try:
-            narrow(leaf, axis, start, size)
-        except TypeError as error:
-            raise FuncgaError(
-                f"`{arguments.path(leaf_index)}` is {error}, "
-                f"{arguments.backend.arrays.describe(leaf)}, of which rows cannot be cut. Give it "
-                "dense and padded; or cut it yourself, and stream the micro-batches: "
-                "funcga.stream(grad_fn)(params, microbatches)."
-            ) from error
-
-
-def as_parameters(names: Sequence[str]) -> list[str]:
-    """The names of arguments, as parameters of a lambda: those of *args, which have none, are x0,
-    x1 and so on.
-    """
-    spelled = list[str]()
-    for arg_index, name in enumerate(names):
-        if not name.isidentifier():
-            name = f"x{arg_index}"
-            while name in names or name in spelled:
-                name += "_"
-        spelled.append(name)
-    return spelled
-
-
 def argument_names(function: Callable[..., object], count: int) -> list[str]:
     """The names of the first `count` positional parameters, for error messages."""
-    names: list[str] = []
     try:
-        for name, parameter in inspect.signature(function).parameters.items():
-            if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
-                names.append(name)
-            # From *args on there are no names.
-            elif parameter.kind is parameter.VAR_POSITIONAL:
-                break
+        parameters = [*inspect.signature(function).parameters.values()]
     except (TypeError, ValueError):
-        pass
+        parameters = []
+    # From *args on there are no names.
+    by_position = takewhile(lambda p: p.kind < p.VAR_POSITIONAL, parameters)
+    names = [parameter.name for parameter in by_position]
     return (names + [f"args[{arg_index}]" for arg_index in range(len(names), count)])[:count]
 
 

@@ -10,7 +10,6 @@ from typing import Any
 from funcga._backend import Backend
 from funcga._backend.prefixes import (
     PathError,
-    PrefixError,
     PrefixValue,
     broadcast,
     leaf_paths,
@@ -262,25 +261,10 @@ def broadcast_folds(
 
     Raises FuncgaError if the tree of folds is no prefix of it.
     """
-    try:
-        return broadcast(
-            fold, value, leaves, lambda node: isinstance(node, Fold), backend.trees, name
-        )
-    except PrefixError as error:
-        # Not a tree of folds.
-        if not isinstance(fold, Fold) and backend.trees.children(fold) is None:
-            raise FuncgaError(
-                f"fold= is {fold!r}. Pass a Fold, such as funcga.mean(), or a tree of them."
-            ) from error
-        of = "what grad_fn returns" if name == "output" else f"the {name}"
-        raise error.refusal(
-            f"the tree of folds is no prefix of {of}",
-            "Give one Fold for all that stands below, such as funcga.mean(), or a container with "
-            "the same keys.",
-            backend.trees,
-            backend.arrays.describe,
-            lambda leaf: "Fold" if isinstance(leaf, Fold) else repr(leaf),
-        ) from error
+    of = "what grad_fn returns" if name == "output" else f"the {name}"
+    what = f"fold= is no Fold, and the tree of folds is no prefix of {of}"
+    is_fold = lambda node: isinstance(node, Fold)
+    return broadcast(fold, value, leaves, is_fold, backend.trees, name, what)
 
 
 def _leaf_folds(

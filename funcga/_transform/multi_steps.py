@@ -26,7 +26,7 @@ from funcga._transform.window import (
 )
 from funcga._transform.window_size import WindowSize, check_size, size_after
 from funcga._types import Array, Scalar, Tree
-from funcga.errors import FuncgaError, explains_arguments
+from funcga.errors import FuncgaError
 from funcga.folds import FoldTree, mean
 
 if TYPE_CHECKING:
@@ -196,7 +196,6 @@ class MultiSteps(Transform):
         return self.update.across
 
 
-@explains_arguments
 def multi_steps(
     tx: Any,
     n: WindowSize,

@@ -155,7 +155,6 @@ REFUSED = {
     **{f"budget is {budget}: {BUDGET}": {"budget": budget} for budget in (0, math.nan, None)},
     **{f"replicas is {replicas}: {REPLICAS}": {"replicas": replicas} for replicas in (0, 2.0)},
     **{f"cost(4) of row 1 is {cost}: {COST}": {"cost": {3: 1, 4: cost}.get} for cost in (-0.5, math.inf, None)},
-    "Its parameters are lengths, budget, replicas, cost.": {"max_tokens": 8},
 }  # fmt: skip
 
 

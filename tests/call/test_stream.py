@@ -146,14 +146,12 @@ def test_micro_batches_are_copied_ahead(pinned):
 @pytest.mark.parametrize(
     ("n", "weight", "text"),
     [
-        (funcga.transforms.TargetWeight(4), None, "weight is None, and n is a TargetWeight(weight=4): say what a micro-batch weighs, such as its rows, weight=lambda x, y: len(x)."),
-        (4, len, "weight is given, and n is 4: a number of micro-batches, whatever they weigh. Write funcga.transforms.TargetWeight(256) for windows that weigh so much, and give weight= to stream as well."),
-        (lambda windows: 2, len, "weight is given, and n is a function: a number of micro-batches, whatever they weigh. Write funcga.transforms.TargetWeight(256) for windows that weigh so much, and give weight= to stream as well."),
+        (funcga.transforms.TargetWeight(4), None, "weight is None, and n is TargetWeight(weight=4): windows of a number of micro-batches weigh nothing, and others need to know what one weighs. Write funcga.windows(loader, funcga.transforms.TargetWeight(256), weight=lambda x, y: len(x)), and give weight= to stream as well."),
+        (4, len, "weight is <built-in function len>, and n is 4: windows of a number of micro-batches weigh nothing, and others need to know what one weighs. Write funcga.windows(loader, funcga.transforms.TargetWeight(256), weight=lambda x, y: len(x)), and give weight= to stream as well."),
         (lambda windows: 0, None, "the schedule of n returned 0 after 0 updates: it must be a number of micro-batches, at least 1, or a 0-d array of one."),
         (lambda windows: True, None, "the schedule of n returned True after 0 updates: it must be a number of micro-batches, at least 1, or a 0-d array of one."),
-        (0, None, "n is 0: it must be at least 1. Write n=1 for one micro-batch."),
+        (0, None, "n is 0: it must be an int, at least 1. Write n=8, a function of the number of updates, or funcga.transforms.TargetWeight(1_000_000)."),
         ("8", None, "n is '8': it must be an int, at least 1. Write n=8, a function of the number of updates, or funcga.transforms.TargetWeight(1_000_000)."),
-        (funcga.transforms.TargetWeight(4), lambda item: 5, "the first micro-batch weighs 5, and the target is 4: an update cannot be of less than one micro-batch. Make them smaller, as by DataLoader(batch_size=...), or raise the target."),
         (funcga.transforms.TargetWeight(4), lambda item: -1, "the weight of a micro-batch is -1; it must be finite and at least 0, such as the number of rows or tokens in it."),
         (funcga.transforms.TargetWeight(lambda updates: 0), lambda item: 1, "the target weight is 0: it must be a finite number above 0, such as the tokens of one update, funcga.transforms.TargetWeight(1_000_000); or a function of the number of updates that returns one."),
     ],
@@ -165,5 +163,6 @@ def test_windows_of_a_target_refuse(n, weight, text):
 
 
 def test_a_target_may_grow():
+    assert [*funcga.windows([5, 5], funcga.transforms.TargetWeight(4), weight=lambda item: item)] == [[5], [5]]
     growing = funcga.transforms.TargetWeight(lambda updates: 2 + 2 * updates)
     assert [*map(len, funcga.windows([1] * 10, growing, weight=lambda rows: rows))] == [2, 4, 4]

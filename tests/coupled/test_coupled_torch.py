@@ -276,7 +276,7 @@ def test_a_module_is_differentiated_by_coupled(options):
 def test_parameters_are_looked_at_before_the_first_pass(n):
     module, x = nn.Linear(3, 2), torch.ones(4, 3)
     of_own = funcga.coupled(module_value_and_grad(module, lambda module, x: module(x)), lambda module, s: s.mean(), n)
-    with pytest.raises(funcga.FuncgaError, match="the first argument is a dict of parameters"):
+    with pytest.raises(funcga.FuncgaError, match="the split arguments have different numbers of rows"):
         of_own(trainable(module), x)
     of_params = funcga.coupled(lambda params, x: x @ params["w"], lambda params, s: s.mean(), n)
     with pytest.raises(funcga.FuncgaError, match=r"`params\['w'\]` is int64\[3\], and a gradient is taken"):

@@ -138,17 +138,8 @@ def test_one_stream_in_two_widths_and_of_weak_types():
 def test_shapes_without_numbers(kind):
     step = folded_twice(kind, lambda w, x: w * x.sum())
     w, x = jax.ShapeDtypeStruct((), "float32"), jax.ShapeDtypeStruct((4,), "float32")
-    text = (
-        "an argument is float32[{0}] of type ShapeDtypeStruct, a shape without numbers, and the call would compute "
-        "some. For the shapes and dtypes that it returns, write jax.eval_shape(step, params, batch)."
-    )
-    with pytest.raises(funcga.FuncgaError) as error:
+    with pytest.raises(TypeError, match="ShapeDtypeStruct"):  # of JAX, as it would compute
         step(w, jnp.ones(4))
-    assert str(error.value) == text.format("")
-    if kind == "accumulate":
-        with pytest.raises(funcga.FuncgaError) as error:
-            step(jnp.float32(1), x)
-        assert str(error.value) == text.format("4")
     assert jax.eval_shape(step, w, x).shape == ()
 
 
@@ -193,12 +184,9 @@ def test_a_program_for_any_number_of_rows():
 
 
 def test_rows_that_may_not_divide_cannot_be_exported():
-    with pytest.raises(funcga.FuncgaError) as error:
+    """JAX says which comparison it cannot decide."""
+    with pytest.raises(Exception, match="is inconclusive"):
         exported(funcga.accumulate(lambda w, x: w * x.sum(), 4), "b")
-    assert str(error.value) == (
-        "the batch has a symbolic number of rows, `b`, of which it is not known that 4 divides it. Export the program "
-        'for rows that it does: jax.export.symbolic_shape("4*b").'
-    )
 
 
 @pytest.mark.parametrize(
@@ -223,12 +211,10 @@ def test_gradients_of_what_is_no_float(fold, leaf):
 
 def test_one_random_key_is_not_split():
     gradient = jax.value_and_grad(lambda params, x, key: (params * x).sum() + jax.random.uniform(key))
-    with pytest.raises(funcga.FuncgaError, match=r"`key` is key<fry>\[\], a scalar.* Give each row a key of its own"):
+    with pytest.raises(funcga.FuncgaError, match=r"`key` is key<fry>\[\]: it has no axis 0 to split"):
         funcga.accumulate(gradient, 2)(jnp.ones(()), jnp.ones(4), jax.random.key(0))
     for keys in (jax.random.PRNGKey(0), jax.random.split(jax.random.PRNGKey(0), 3)):
-        with pytest.raises(
-            funcga.FuncgaError, match=r"`key` looks like random keys of JAX\. Give each row a key of its"
-        ):
+        with pytest.raises(funcga.FuncgaError, match=r"different numbers of rows: `x` has 4 and `key`"):
             funcga.accumulate(gradient, 2)(jnp.ones(()), jnp.ones(4), keys)
 
 
@@ -257,41 +243,3 @@ def test_a_weight_is_evaluated_once_for_each_micro_batch(n, sizes, fold):
     funcga.stream(gradient, fold=fold, weight=weighed(calls, runs))(w, parts)
     jax.effects_barrier()
     assert (len(calls), len(runs)) == (sizes, n)
-
-
-def test_a_number_of_many_values_is_warned_of():
-    """Outside of jit each compiles a program."""
-
-    def loss_fn(params, x, *, rate=1.0, name=""):
-        return jnp.mean((params["w"] * x) ** 2) * rate * params.get("c", 1.0)
-
-    params, x = {"w": jnp.float32(1)}, jnp.arange(8.0)
-    gradient = jax.value_and_grad(loss_fn)
-    step, summary = funcga.accumulate(gradient, 4), lambda params, x, *, rate: (params["w"] * x).mean() * rate
-    calls = {
-        "rate": [
-            lambda rate: step(params, x, rate=rate, name="same"),
-            lambda rate: stream(params, [x[:4], x[4:]], rate=rate),
-            lambda rate: both(params, x, rate=rate),
-            lambda rate: exact(params, x, rate=rate),
-        ],
-        "params['c']": [lambda rate: step({**params, "c": rate}, x)],
-    }
-    stream, both = funcga.stream(gradient), funcga.coupled(summary, lambda params, s: s**2, 2, fold=funcga.mean())
-    exact = funcga.accumulate(gradient, 2, fold=funcga.reproducible(funcga.mean()))
-    for path, functions in calls.items():
-        for call in functions:
-            for rate in (1.0, 2.0, 2.0, 3.0, 4.0):
-                call(rate)
-            with pytest.warns(UserWarning, match="different numbers") as caught:
-                call(5.0)
-            assert [str(each.message) for each in caught] == [
-                f"`{path}` was 5 different numbers, and each has compiled the step anew: outside of jit a Python number "
-                f"is part of the program. Pass an array, jnp.asarray({path}), or call the step inside of jax.jit."
-            ]
-            assert caught[0].filename == __file__
-            call(6.0)  # only once
-    fresh = funcga.accumulate(gradient, 4)
-    for number in range(7):
-        fresh(params, x, rate=jnp.asarray(float(number)))
-        jax.jit(lambda rate: fresh(params, x, rate=rate))(float(number))

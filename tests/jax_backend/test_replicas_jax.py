@@ -320,9 +320,8 @@ MEAN = funcga.mean()
         ),
         (
             (0,), MEAN,
-            "scatter is no prefix of what grad_fn returns: at output it has tuple([0]: 0), and there is "
-            "tuple([0]: ..., [1]: dict(['v']: ..., ['w']: ...)). Write an axis, or None (the whole leaf on every "
-            "replica), for all that stands below: scatter=(None, 0).",
+            "scatter is no prefix of what grad_fn returns: at output it has tuple([0]), and there is tuple([0], [1]). Give one "
+            "value for all that stands below, or a container with the same keys.",
         ),
     ],
     ids=["rows", "scalar", "max", "prefix"],

@@ -152,13 +152,12 @@ NO_ACROSS = (
         ),
         (
             lambda: merged(in_specs=(P(), P("data"))),
-            "in_specs is no prefix of the positional arguments: at args it has tuple([0]: P(), [1]: P('data',)), and there "
-            "is tuple([0]: ",
+            "in_specs is no prefix of the positional arguments: at args it has tuple([0], [1]), and there is tuple([0], [1], [2]).",
         ),
         (
             lambda: merged(in_specs=({"w": P()}, P("data"), P("data"))),
-            ", and there is dict(['b']: float32[2], ['w']: float32[3, 2]). Write a PartitionSpec for all that stands "
-            "below, P() for what is passed whole, or a container with the same keys.",
+            "at args[0] it has dict(['w']), and there is dict(['b'], ['w']). Give one value for all that stands below, or a "
+            "container with the same keys.",
         ),
         (lambda: merged(None), NO_ACROSS),
         (lambda: merged(None, jax.grad, check_vma=False), NO_ACROSS),

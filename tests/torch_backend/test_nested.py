@@ -197,10 +197,10 @@ def test_checkpoints():
         again = lambda w, x, y, reentrant=reentrant: checkpoint(outer, w, x, y, use_reentrant=reentrant)
         got = funcga.accumulate(funcga.grad(again), 3)(w, *query)
         assert difference(TORCH, got, by_hand()) <= 1e-13
-    # in the inner loss one that reenters is refused
+    # in the inner loss torch refuses one that reenters
     step = funcga.accumulate(funcga.grad(lambda w, x, y: checkpoint(loss, w, x, y, use_reentrant=True)), 2)
     outer = lambda w, x, y: loss(w - RATE * step(w, *support), x, y)
-    with pytest.raises(funcga.FuncgaError, match=r"Call checkpoint\(\.\.\., use_reentrant=False\)"):
+    with pytest.raises(RuntimeError, match="use_reentrant=False"):
         funcga.accumulate(funcga.grad(outer), 3)(w, *query)
 
 

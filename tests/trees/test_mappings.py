@@ -228,11 +228,10 @@ def test_dataclasses_everywhere_in_torch():
 def test_what_jax_does_not_know_is_refused_where_it_traces():
     params, _, data = problem(JAX, dict)
     aux = lambda p, b: (loss_fn([])(p, b), Batch(b["x"].sum(), None))
-    line = r"holds a Batch, of which JAX does not know that it is a tree\. Write jax\.tree_util\.register_dataclass\(Batch\)"
-    with pytest.raises(funcga.FuncgaError, match="output " + line):
+    with pytest.raises(TypeError, match=r"Batch.* not a valid JAX type"):
         funcga.accumulate(funcga.value_and_grad(aux, has_aux=True), 4)(params, data)
-    with pytest.raises(funcga.FuncgaError, match="params " + line):
+    with pytest.raises(TypeError, match="Batch"):
         funcga.accumulate(funcga.grad(lambda p, b: loss_fn([])({"w": p.x}, b)), 4)(Batch(params["w"], None), data)
     aux = lambda p, b: (loss_fn([])(p, b), collections.UserDict(x=b["x"].sum()))
-    with pytest.raises(funcga.FuncgaError, match=r"output holds a UserDict, .* Write dict\(output\)"):
+    with pytest.raises(TypeError, match=r"UserDict.* not a valid JAX type"):
         funcga.accumulate(funcga.value_and_grad(aux, has_aux=True), 4)(params, data)

@@ -172,7 +172,7 @@ REFUSED = {
     "n is 1: verify compares": lambda g, a: funcga.verify(g, *a, n=1),
     "n is (2, 1): verify compares": lambda g, a: funcga.verify(g, *a, n=(2, 1)),
     "n is (): verify compares": lambda g, a: funcga.verify(g, *a, n=()),
-    "n is 0: it must be at least 1": lambda g, a: funcga.verify(g, *a, n=0),
+    "n is 0: it must be an int, at least 1": lambda g, a: funcga.verify(g, *a, n=0),
     "n is 'auto': it must be an int": lambda g, a: funcga.verify(g, *a, n="auto"),
     "n=13 micro-batches were asked of a batch of 12 rows": lambda g, a: funcga.verify(g, *a, n=13),
     "the batch has 1 row, which cannot be split": lambda g, a: funcga.verify(g, a[0], a[1][:1], a[2][:1]),

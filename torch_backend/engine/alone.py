@@ -96,7 +96,7 @@ def _run(
     with window.passes(), window.visit as loss_fn:
         loss, aux, objective = window.forward(loss_fn, args, kwargs, scale)
         if any(leaf.grad is not None for leaf in window.inputs):
-            raise unchanged.ran_backward()
+            raise unchanged.grads_changed()
         if not gradient.reached:
             is_alone = evaluations() == before
             window.unreached = bound.is_unreached(window, objective, (), 1.0, is_alone)

@@ -60,8 +60,7 @@ class Called:
         self.arguments: Arguments | None = arguments
         self.merges, self.records = merges, records
         # Whether in_axes was left at its default, which passes the first argument whole.
-        no_axes = program.in_axes is None and program.default_in_axes is None
-        self.assumes_whole = no_axes and gradient is None
+        self.assumes_whole = program.in_axes is None and gradient is None
         self.pure = arrays.in_transform()
         self.quiet = nullcontext() if self.pure else torch.no_grad()
 
@@ -86,8 +85,7 @@ class Called:
         gradient = self.gradient
         for index in () if gradient is None else gradient.arg_indices(len(arguments.parts)):
             assert gradient is not None
-            value = arguments.parts[index].value
-            check_unfrozen(trees.flatten(value)[0], value, gradient, index)
+            check_unfrozen(arguments.parts[index].value, gradient, index)
         named = {name: detached(value) for name, value in kwargs.items()}
         return replace(arguments, parts=tuple(without_graphs(arguments, {}, (), False))), named
 

@@ -18,7 +18,6 @@ from funcga._grad import GradientFunction
 from funcga._types import Tree
 from funcga.errors import FuncgaError
 from torch_backend import arrays, trees
-from torch_backend.gradients import put_hooks
 from torch_backend.modules.layers import Walk
 
 OWN = -1  # in place of the index of an argument: a module's own parameters
@@ -50,22 +49,6 @@ def copied_leaves(
     """
     gradient.check_leaves(tree, index, backend)
     return [arrays.as_array(o).detach().clone().requires_grad_() for o in originals]
-
-
-def with_hooks(leaves: Leaves, gradient: GradientFunction) -> None:
-    """Puts the hooks of parameters on their leaves."""
-
-    def paths() -> list[str]:
-        named = leaves.trees.items()
-        return [path for index, tree in named for path in present_paths_of(tree, index, gradient)]
-
-    put_hooks(leaves.originals, leaves.inputs, paths)
-
-
-def present_paths_of(tree: Tree, index: int, gradient: GradientFunction) -> list[str]:
-    """The paths of the leaves of an argument that are not None."""
-    pairs = zip(paths_of(tree, index, gradient), trees.flatten(tree)[0], strict=True)
-    return [path for path, leaf in pairs if leaf is not None]
 
 
 def paths_of(tree: Tree, index: int, gradient: GradientFunction) -> list[str]:

@@ -19,7 +19,7 @@ from funcga._backend.prefixes import is_uninitialised
 from funcga._call.arguments import Argument, Arguments
 from funcga._grad import GradientFunction
 from funcga.errors import uninitialised
-from torch_backend import _private, trees
+from torch_backend import _private
 from torch_backend.engine.guards import ON, recompute
 from torch_backend.engine.leaves import OWN, Leaves, Own, any_requires_grad
 from torch_backend.modules.checks import check_unfrozen
@@ -146,7 +146,7 @@ def _kind(leaf: Any) -> object:
     if not isinstance(leaf, torch.Tensor) or is_uninitialised(leaf):
         return type(leaf)
     shape = None if leaf.is_nested else leaf.shape
-    hooks = bool(_private.hooks_of(leaf)), _private.acts_on_grad(leaf)
+    hooks = bool(_private.has_hooks(leaf)), bool(_private.has_hooks_on_grad(leaf))
     return (
         type(leaf),
         getattr(leaf, "placements", None),  # of a DTensor
@@ -180,8 +180,7 @@ def checked_whole(
         return []
     indices = gradient.arg_indices(len(parts))
     for index in indices:
-        value = parts[index].value
-        check_unfrozen(trees.flatten(value)[0], value, gradient, index)
+        check_unfrozen(parts[index].value, gradient, index)
     return [index for index in indices if not parts[index].axes]
 
 

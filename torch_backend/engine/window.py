@@ -39,11 +39,10 @@ from torch_backend.engine.leaves import (
     Own,
     copied_leaves,
     detached,
-    with_hooks,
     without_graphs,
 )
 from torch_backend.engine.plan import Plan, checked_whole, outside_of_autocast, plan_of
-from torch_backend.gradients import switched_off
+from torch_backend.gradients import put_hooks, switched_off
 from torch_backend.modules import PureLoss
 from torch_backend.modules.layers import call_loss
 from torch_backend.modules.visits import Visit
@@ -122,7 +121,7 @@ class Window(ExitStack):
                 else:
                     leaves = self.leaves_of({index: parts[index].value for index in whole})
                 if known is None or known.hooked:
-                    with_hooks(leaves, gradient)
+                    put_hooks(leaves.originals, leaves.inputs)
             self.leaves, self.inputs = leaves, leaves.inputs
             self.plan = known or plan_of(gradient, parts, leaves, own)
             self._open(stack, known is None, is_stream)
@@ -210,7 +209,7 @@ class Window(ExitStack):
         self, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: float, last: bool = False
     ) -> None:
         """Folds one micro-batch in: the loss forwards, and backwards into the sums."""
-        inputs, moving, scale = self.inputs, list[torch.Tensor](), None
+        moving, scale = list[torch.Tensor](), None
         if kwargs or self.gradient.scaled:
             scale, kwargs = self.gradient.read_scale(kwargs, self.backend)
         with self.visit as loss_fn:
@@ -223,7 +222,7 @@ class Window(ExitStack):
             sums, folding = self.sums, self.sums.folding
             # Nothing was added since the last pass, unless loss_fn itself has called .backward().
             if ON and self._count_writes(moving) != self.writes:
-                raise unchanged.by_the_loss(inputs, self.held)
+                raise unchanged.grads_changed()
             unit = sums.unit
             share: Any = sums.share(weight) if self.share is None else self.share
             if sums.unit != unit:  # the sums may have been brought to it, which is a write, too
@@ -341,7 +340,7 @@ class Window(ExitStack):
     def _bind(self, loss: torch.Tensor, aux: Tree, moving: Sequence[torch.Tensor]) -> Sums:
         """Makes room for the output, with the first loss."""
         if self._count_writes(moving):
-            raise unchanged.ran_backward()
+            raise unchanged.grads_changed()
         plan = self.plan
         is_known = loss.dtype is plan.loss_dtype and type(loss) is torch.Tensor
         sums = Sums(plan.folding if is_known else bound.folding_of(self, loss, aux))
@@ -413,7 +412,7 @@ class Window(ExitStack):
     ) -> tuple[tuple[Tree, ...], list[torch.Tensor]]:
         """The arguments of a micro-batch with leaves of those that it alone has, and these."""
         leaves = self.leaves_of({index: args[index] for index in self.plan.moving})
-        with_hooks(leaves, self.gradient)
+        put_hooks(leaves.originals, leaves.inputs)
         self.moving_trees = leaves.trees
         args = tuple([self.moving_trees.get(index, arg) for index, arg in enumerate(args)])
         return args, leaves.inputs
@@ -451,7 +450,7 @@ class Window(ExitStack):
         assert sums is not None
         self.check()
         if ON and sums.folding.lends and any(map(operator.is_not, map(_GRAD, inputs), self.held)):
-            raise unchanged.cleared()
+            raise unchanged.grads_changed()
         for leaf in inputs:
             leaf.grad = None
         with recording():

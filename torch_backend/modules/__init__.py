@@ -11,7 +11,6 @@ from funcga._types import LossFn
 from funcga.errors import FuncgaError
 from torch_backend.modules.checks import check_module_and_loss, check_not_wrapped
 from torch_backend.modules.layers import trainable as trainable
-from torch_backend.modules.visits import InModule
 from torch_backend.modules.visits import PureLoss as PureLoss
 
 
@@ -101,7 +100,7 @@ def pure_loss(
         loss_fn = load("statistics.in_torch", "statistics=True").watched(loss_fn)
     for name, part in module.named_modules():
         _check_part(name, part)
-    return PureLoss(module, loss_fn, buffers, InModule(module))
+    return PureLoss(module, loss_fn, buffers)
 
 
 def _check_part(name: str, part: nn.Module) -> None:

@@ -6,7 +6,7 @@ Only torch has this file: in JAX the arrays of a model are arguments.
 import operator
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,21 +14,9 @@ from torch import nn
 from funcga._types import R
 from funcga.errors import FuncgaError, TooFewRowsError, refuses_arguments
 from torch_backend._private import BUFFERS, PARAMETERS, PARTS
-from torch_backend.modules.checks import called, check_initialised, nothing_to_train
+from torch_backend.modules.checks import called, nothing_to_train
 
 Table = dict[str, torch.Tensor | None]
-
-
-class Contents(NamedTuple):
-    """What stands in tables: the names in each, and all values, one table after the other."""
-
-    names: list[tuple[str, ...]]
-    values: list[Any]
-
-    def are(self, before: "Contents") -> bool:
-        """Whether these are the same objects as before, under the same names."""
-        is_named_alike = self.names == before.names
-        return is_named_alike and all(map(operator.is_, self.values, before.values))
 
 
 class Parts:
@@ -53,18 +41,12 @@ class Parts:
             self.spaces.append(part.__dict__)
             inside = part.__dict__[PARTS].items()
             waiting += [(f"{prefix}{name}.", each) for name, each in inside if each is not None]
-        self.inside = self.contents(PARTS)
+        self.inside = [*map(dict.copy, self.tables(PARTS))]
         self.ids = [id(space) for space in self.spaces if space[PARAMETERS] or space[BUFFERS]]
 
     def tables(self, kind: str) -> list[dict[str, Any]]:
         """The tables of this kind that the parts have now."""
         return [space[kind] for space in self.spaces]
-
-    def contents(self, kind: str) -> Contents:
-        """What stands in the tables of this kind now."""
-        tables = self.tables(kind)
-        values = chain.from_iterable(map(dict.values, tables))
-        return Contents([*map(tuple, tables)], [*values])
 
     def named(self, tables: Sequence[Table]) -> dict[str, torch.Tensor]:
         """The tensors in these tables, one for each part, by their names in the module."""
@@ -77,7 +59,7 @@ class Parts:
 
     def are_those_of(self, module: nn.Module) -> bool:
         """Whether they are this module's still: none was put in, taken out or renamed."""
-        return self.module is module and self.contents(PARTS).are(self.inside)
+        return self.module is module and self.inside == self.tables(PARTS)
 
 
 class Walk:
@@ -87,8 +69,9 @@ class Walk:
     """
 
     parts: Parts | None = None
-    # The parts, their parameters, which of these require grad, and those that do, by name.
-    trained: tuple[Parts, Contents, list[bool], dict[str, nn.Parameter]] | None = None
+    # The parts, the names of their parameters, these, which of them require grad, and those that
+    # do, by name.
+    trained: tuple[Parts, list[Any], list[Any], list[bool], dict[str, nn.Parameter]] | None = None
 
     def __reduce__(self) -> tuple[type["Walk"], tuple[()]]:
         return Walk, ()  # a copy of the module has other parts
@@ -105,20 +88,21 @@ class Walk:
         the same.
         """
         parts, trained = self.through(module), self.trained
+        tables = parts.tables(PARAMETERS)
         if parts.is_scripted:
-            pairs = [*module.named_parameters()]
-            own = Contents([(name,) for name, _ in pairs], [parameter for _, parameter in pairs])
-        else:
-            own = parts.contents(PARAMETERS)
-        require_grad = [p is not None and p.requires_grad for p in own.values]
+            tables = [dict(module.named_parameters())]
+        names = [*map(tuple, tables)]
+        values = [*chain.from_iterable(map(dict.values, tables))]
+        require_grad = [p is not None and p.requires_grad for p in values]
         if (
             trained is None
             or trained[0] is not parts
-            or trained[2] != require_grad
-            or not own.are(trained[1])
+            or trained[1] != names
+            or trained[3] != require_grad
+            or not all(map(operator.is_, trained[2], values))
         ):
-            trained = self.trained = parts, own, require_grad, trainable(module)
-        return trained[3]
+            trained = self.trained = parts, names, values, require_grad, trainable(module)
+        return trained[4]
 
 
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -164,16 +148,15 @@ def call_loss(loss_fn: Callable[..., R], module: nn.Module, *args: object, **kwa
         return loss_fn(module, *args, **kwargs)
     except TypeError as error:
         # The words for `totals` are those of the step.
-        if "'totals'" in str(error) or not refuses_arguments(
-            called(loss_fn), 1 + len(args), kwargs, error
-        ):
+        is_refused = refuses_arguments(called(loss_fn), 1 + len(args), kwargs, error)
+        if "'totals'" in str(error) or not is_refused:
             raise
         raise FuncgaError(
             "loss_fn is called with the module and then each argument of the micro-batch, "
             f"{1 + len(args)} in all: {error}. Write it with the module first, lambda module, x, "
             "y: F.mse_loss(module(x), y) for batches (x, y), or lambda module, batch: ... for "
-            "batches in a dict. A list of micro-batches, or a DataLoader, is folded by "
-            "funcga.stream."
+            "batches in a dict, and call the step with the batch alone. A list of micro-batches, "
+            "or a DataLoader, is folded by funcga.stream."
         ) from error
     except ValueError as error:
         if "more than 1 value per channel" not in str(error):
@@ -186,20 +169,24 @@ def call_loss(loss_fn: Callable[..., R], module: nn.Module, *args: object, **kwa
         ) from error
 
 
-Buffers = list[tuple[torch.Tensor, torch.Tensor]]  # the buffers of a module, and values of them
+# Of each buffer of a module: the table that it stands in, its name there, it itself, and values.
+Buffers = list[tuple[dict[str, Any], str, Any, Any]]
 
 
 def buffers_of(module: nn.Module | None) -> Buffers:
     """The buffers of a module, such as running statistics, and copies of them."""
-    if module is None:
-        return []
-    check_initialised(module)
-    return [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    tables = [] if module is None else [part.__dict__[BUFFERS] for part in module.modules()]
+    return [
+        (table, name, buffer, None if buffer is None else buffer.detach().clone())
+        for table in tables
+        for name, buffer in table.items()
+    ]
 
 
 def put_back(before: Buffers) -> None:
-    """Gives buffers the values that they had before."""
-    with torch.no_grad():
-        for buffer, values in before:
-            if buffer is not values:
-                buffer.copy_(values)
+    """Gives a module the buffers that it had before, and these the values."""
+    for table, name, buffer, values in before:
+        if table[name] is not buffer:
+            table[name] = buffer
+        if buffer is not values:
+            buffer.detach().copy_(values)

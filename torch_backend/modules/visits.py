@@ -7,10 +7,10 @@ Only torch has this file: in JAX the arrays of a model are arguments.
 import copy
 import inspect
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,45 +20,11 @@ from funcga._types import LossFn
 from funcga.errors import FuncgaError
 from torch_backend import _private, arrays
 from torch_backend._private import BUFFERS, PARAMETERS
-from torch_backend.modules.checks import (
-    Tensors,
-    check_hooks_called,
-    check_not_wrapped,
-    replaced,
-    signature_with,
-)
+from torch_backend.modules.checks import Tensors, check_not_wrapped, replaced, signature_with
 from torch_backend.modules.layers import Table, Walk, call_loss
 
 # What loss_fn returns: a scalar, or (scalar, aux).
 Output = object
-
-
-class InModule(nn.Module):
-    """A module around the module, so that functional_call runs loss_fn on it."""
-
-    def __init__(self, module: nn.Module):
-        super().__init__()
-        self.module = module
-
-    def forward(self, loss_fn: LossFn, /, *args: object, **kwargs: object) -> Output:
-        """The loss."""
-        return loss_fn(self.module, *args, **kwargs)
-
-    def functional(
-        self,
-        loss_fn: LossFn,
-        params: Tensors,
-        buffers: Tensors,
-        args: Iterable[object],
-        kwargs: dict[str, object],
-    ) -> tuple[Output, dict[str, torch.Tensor]]:
-        """(what loss_fn returns for the module with these tensors, its buffers afterwards)."""
-        # The buffers are copied: functional_call lets the module write to the tensors that it gets.
-        copies = {name: tensor.clone() for name, tensor in buffers.items()}
-        tensors = {f"module.{name}": tensor for name, tensor in {**params, **copies}.items()}
-        # What the module sets in the place of a buffer is in this dict afterwards.
-        output = torch.func.functional_call(self, tensors, (loss_fn, *args), kwargs)
-        return output, {name: tensors[f"module.{name}"].detach() for name in buffers}
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +36,6 @@ class PureLoss:
     module: nn.Module
     loss_fn: LossFn
     buffers: bool
-    calling: InModule
     walk: Walk = field(default_factory=Walk, repr=False)
 
     @property
@@ -98,7 +63,7 @@ class PureLoss:
         return Visit(self, params, recorded)
 
     def _traced(self, params: Tensors, *args: object, **kwargs: object) -> Output:
-        """The same by functional_call, which torch.compile knows, also in a loop."""
+        """The same as torch.compile knows it, also in a loop."""
         module = self.module
         threaded: dict[str, Any] = {}
         replaced(params, dict(module.named_parameters(remove_duplicate=False)), "parameters")
@@ -106,12 +71,26 @@ class PureLoss:
         if self.buffers:
             threaded, args = args[0], args[1:]  # type: ignore[assignment]
             replaced(threaded, dict(module.named_buffers(remove_duplicate=False)), "buffers")
-        output, after = self.calling.functional(
-            self.loss_fn, params, {**buffers, **threaded}, args, kwargs
-        )
-        if not self.buffers:
-            return output
-        return with_state(output, {name: after[name] for name in threaded})
+        buffers = {**buffers, **threaded}
+        output, after = self.functional(params, buffers, args, kwargs)
+        return with_state(output, {n: after[n] for n in threaded}) if self.buffers else output
+
+    def functional(
+        self,
+        params: Tensors,
+        buffers: Tensors,
+        args: Iterable[object],
+        kwargs: dict[str, object],
+    ) -> tuple[Output, dict[str, torch.Tensor]]:
+        """(what loss_fn returns for the module with these tensors, its buffers afterwards), as
+        functional_call computes it.
+        """
+        # The buffers are copied, because the module writes to the tensors that it gets.
+        tensors = {**params, **{name: tensor.clone() for name, tensor in buffers.items()}}
+        with _private.with_tensors(self.module, tensors, tie_weights=True):
+            output = self.loss_fn(self.module, *args, **kwargs)
+        # What the module sets in the place of a buffer is in this dict afterwards.
+        return output, {name: tensors[name].detach() for name in buffers}
 
 
 class Visit:
@@ -130,7 +109,7 @@ class Visit:
     tables: list[Table] | None = None  # of the parameters, set when this is first entered
     # The parts' `__dict__`s and own tables of parameters and buffers, while this is entered.
     own: list[tuple[dict[str, Any], Table, Table]]
-    in_use: Collection[int]  # what the exit ends
+    use: "Use"  # what the exit ends
 
     def __init__(self, loss: PureLoss, params: Tensors, recorded: bool):
         check_not_wrapped(loss.module)
@@ -138,19 +117,19 @@ class Visit:
         self.parts = loss.walk.through(loss.module)
 
     def __enter__(self) -> Callable[..., Output]:
-        loss, spaces = self.loss, self.parts.spaces
-        self.in_use = IN_USE.begin(self.parts.ids)
+        loss = self.loss
+        self.use = IN_USE.begin(self.parts.ids)
         try:
             if self.tables is None:
                 self.tables = self._tables()
         except BaseException:
-            IN_USE.end(self.in_use)
+            IN_USE.end(self.use)
             raise
         # A part that is used in two places is here twice, so all tables are read before one is
         # exchanged. The module may have new tensors since the last time, and gets those back.
-        self.own = [(space, space[PARAMETERS], space[BUFFERS]) for space in spaces]
-        for space, parameters in zip(spaces, self.tables, strict=True):
-            space[PARAMETERS], space[BUFFERS] = parameters.copy(), space[BUFFERS].copy()
+        self.own = [(each, each[PARAMETERS], each[BUFFERS]) for each in self.parts.spaces]
+        for (space, _, buffers), parameters in zip(self.own, self.tables, strict=True):
+            space[PARAMETERS], space[BUFFERS] = parameters.copy(), buffers.copy()
         # Without buffers there is nothing to do around a micro-batch.
         has_buffers = loss.buffers or any(buffers for _, _, buffers in self.own)
         return self if has_buffers else partial(call_loss, loss.loss_fn, loss.module)
@@ -158,33 +137,25 @@ class Visit:
     def __exit__(self, *error: object) -> None:
         for space, parameters, buffers in self.own:
             space[PARAMETERS], space[BUFFERS] = parameters, buffers
-        IN_USE.end(self.in_use)
+        IN_USE.end(self.use)
 
     def _tables(self) -> list[Table]:
         """The tables of parameters that the parts have meanwhile, checked."""
-        parts, own = self.parts, self.parts.tables(PARAMETERS)
-        named = parts.named(own)
-        given = replaced(self.params, named, "parameters")
-        if _private.transforms():
-            check_hooks_called(self.params, named)
-        return [
-            {name: self._stand_in(tensor, given.get(id(tensor))) for name, tensor in table.items()}
-            for table in own
-        ]
+        own = self.parts.tables(PARAMETERS)
+        tensors: dict[int, Any] = {}
+        tensors |= replaced(self.params, self.parts.named(own), "parameters")
+        for tensor in chain.from_iterable(map(dict.values, own)):
+            if id(tensor) not in tensors:
+                tensors[id(tensor)] = None if tensor is None else self._left_out(tensor)
+        return [{name: tensors[id(each)] for name, each in table.items()} for table in own]
 
-    def _stand_in(
-        self, own: torch.Tensor | None, given: torch.Tensor | None
-    ) -> torch.Tensor | None:
-        """What stands in for a parameter: the given one, or itself without its graph."""
-        if own is None or given is not None:
-            return given
+    def _left_out(self, own: torch.Tensor) -> torch.Tensor:
+        """A parameter that is not given, without its graph."""
         if arrays.in_transform() and not isinstance(own, nn.Parameter):
             return own
-        stays = own.detach()
         # A leaf only if autograd is to record what is not differentiated, as a loop by hand would.
-        if self.recorded and own.requires_grad:
-            stays.requires_grad_()
-        return stays
+        is_leaf = self.recorded and own.requires_grad
+        return own.detach().requires_grad_() if is_leaf else own.detach()
 
     def __call__(self, *args: object, **kwargs: object) -> Output:
         """The loss of a batch, on copies of the module's own buffers, or of those that are
@@ -199,10 +170,7 @@ class Visit:
         given = replaced(threaded, own, "buffers")
         copies = _copies({id(buffer): buffer for buffer in own.values()}, given)
         for space, table in zip(self.parts.spaces, tables, strict=True):
-            space[BUFFERS] = {
-                name: None if buffer is None else copies[id(buffer)]
-                for name, buffer in table.items()
-            }
+            space[BUFFERS] = {name: copies.get(id(buffer)) for name, buffer in table.items()}
         output = call_loss(loss.loss_fn, loss.module, *args, **kwargs)
         if not loss.buffers:
             return output
@@ -225,7 +193,7 @@ def _copies(
     """Copies of the given tensors, or of the buffers themselves, by the ids of these. Buffers that
     share memory have copies that share memory likewise.
     """
-    if len({*map(_memory, buffers.values())}) == len(buffers):  # as most do not
+    if len({*map(_private.storage_key, buffers.values())}) == len(buffers):
         return {key: given.get(key, buffer).detach().clone() for key, buffer in buffers.items()}
     copies = copy.deepcopy(buffers)
     for key, tensor in given.items():
@@ -233,12 +201,8 @@ def _copies(
     return copies
 
 
-def _memory(tensor: torch.Tensor) -> int:
-    """A number that tensors in the same memory have in common."""
-    try:
-        return _private.storage_key(tensor)
-    except (NotImplementedError, RuntimeError):  # of a sparse tensor, or of a torch.func transform
-        return id(tensor)
+# A thread, and the ids of what it uses.
+Use = tuple[int, Collection[int]]
 
 
 class _InUse:
@@ -249,41 +213,28 @@ class _InUse:
     """
 
     def __init__(self) -> None:
-        self.lock, self.threads = threading.Lock(), dict[int, int]()
+        self.lock, self.uses = threading.Lock(), list[Use]()
 
-    def begin(self, ids: Iterable[int]) -> Collection[int]:
-        """Uses these in this thread, and returns what is to end: all but what the thread uses
-        already.
-
-        Raises FuncgaError if another thread uses one of them.
+    def begin(self, ids: Collection[int]) -> Use:
+        """Uses these in this thread, and returns what is to end. Raises FuncgaError if another
+        thread uses one of them.
         """
-        thread, begun = threading.get_ident(), {*ids}
+        use = threading.get_ident(), ids
         with self.lock:
-            shared = begun & self.threads.keys()
-            if any(self.threads[key] != thread for key in shared):
-                raise FuncgaError(
-                    "two threads use one module at the same time, and would find parameters or "
-                    "gradients of each other in it. Give each thread a module of its own: "
-                    "copy.deepcopy(module)."
-                )
-            begun -= shared
-            self.threads.update(dict.fromkeys(begun, thread))
-        return begun
+            for thread, used in self.uses:
+                if thread != use[0] and not {*used}.isdisjoint(ids):
+                    raise FuncgaError(
+                        "two threads use one module at the same time, and would find parameters or "
+                        "gradients of each other in it. Give each thread a module of its own: "
+                        "copy.deepcopy(module)."
+                    )
+            self.uses.append(use)
+        return use
 
-    def end(self, begun: Iterable[int]) -> None:
+    def end(self, use: Use) -> None:
         """Ends what `begin` has begun."""
         with self.lock:
-            for key in begun:
-                del self.threads[key]
-
-    @contextmanager
-    def using(self, ids: Iterable[int]) -> Iterator[None]:
-        """A context in which these are used."""
-        begun = self.begin(ids)
-        try:
-            yield
-        finally:
-            self.end(begun)
+            self.uses.remove(use)
 
 
 IN_USE = _InUse()

@@ -11,7 +11,6 @@ from typing import Any, Concatenate, overload
 import torch
 from torch import nn
 
-from funcga._grad import check_scaled
 from funcga._types import GradFn, LossFn, P, R
 from funcga.errors import FuncgaError
 from torch_backend import _private
@@ -106,7 +105,6 @@ def module_value_and_grad(
             f'sync is {sync!r}. Write sync="last", to synchronise once a window, sync="every", to '
             'do so in every micro-batch, or sync="outer", for a mesh of two dimensions.'
         )
-    check_scaled(loss_fn, scaled)
     wrapper = wrapper_of(module, sync)
     if wrapper is None:
         if sync == "outer":

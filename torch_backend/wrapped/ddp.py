@@ -320,9 +320,7 @@ def mark(tensor: torch.Tensor) -> tuple[int, int] | None:
     grad = tensor.grad
     if grad is None:
         return None
-    # A sparse tensor has no single address.
-    address = _private.storage_key(grad) if grad.layout is torch.strided else id(grad)
-    return address, _private.version(grad)
+    return _private.storage_key(grad), _private.version(grad)
 
 
 def _some(names: Sequence[str]) -> str:

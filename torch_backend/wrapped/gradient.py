@@ -26,13 +26,8 @@ from torch_backend import _private, arrays, trees
 from torch_backend.engine.alone import value_of_module
 from torch_backend.engine.called import calling
 from torch_backend.engine.leaves import Own
-from torch_backend.modules.checks import (
-    check_initialised,
-    check_no_params,
-    check_wrapped_before,
-    signature_with,
-)
-from torch_backend.modules.layers import Walk
+from torch_backend.modules.checks import check_not_wrapped, signature_with
+from torch_backend.modules.layers import Walk, buffers_of, put_back
 from torch_backend.reduce.agreement import progress_of
 from torch_backend.reduce.telling import telling
 
@@ -79,9 +74,8 @@ class ModuleGradient(OwningGradient):
         rows = _rows(args)
         if calling.microbatch is not None:
             _check_cut(*calling.microbatch, [*rows, *_rows(kwargs)])
-        check_no_params(args, self.module)
         if self.kind == MODULE:
-            check_wrapped_before(self.module)
+            check_not_wrapped(self.module)
             walk = program.memory.keep(Walk)
             own = Own(self.module, walk.trainable(self.module), walk)
             return value_of_module(program, self.parts, backend, own, args, kwargs)
@@ -102,21 +96,7 @@ class ModuleGradient(OwningGradient):
         """The buffers as they are now, such as BatchNorm's running statistics; calling it puts
         them back.
         """
-        check_initialised(self.module)
-        tables = [part.__dict__[_private.BUFFERS] for part in self.module.modules()]
-        buffers = [
-            (table, name, buffer, None if buffer is None else buffer.detach().clone())
-            for table in tables
-            for name, buffer in table.items()
-        ]
-
-        def put_back() -> None:
-            for table, name, buffer, values in buffers:
-                table[name] = buffer
-                if buffer is not None:
-                    buffer.detach().copy_(values)
-
-        return put_back
+        return partial(put_back, buffers_of(self.module))
 
     def parameters(self) -> Sequence[torch.Tensor]:
         """The parameters of the module."""

@@ -12,8 +12,8 @@ is compiled alone, as it was given, and autograd adds its gradients.
 
 import itertools
 import types
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -133,7 +133,7 @@ def _micro_step(loss_fn: LossFn) -> Callable[..., torch.Tensor]:
     """`micro_step(sums, params, inside, buffers, args, kwargs, factor)`, which returns the loss.
 
     It adds the gradients by `params`, arguments by their indices, to the sums: times `factor`, a
-    0-d tensor, if there is one. `inside` is the module of a PureLoss, else None, and `buffers` are
+    0-d tensor, if there is one. `inside` is a PureLoss, else None, and `buffers` are
     those of that module.
     """
 
@@ -150,7 +150,7 @@ def _micro_step(loss_fn: LossFn) -> Callable[..., torch.Tensor]:
             called = [params.get(index, arg) for index, arg in enumerate(args)]
             if inside is None:
                 return loss_fn(*called, **kwargs)  # type: ignore[no-any-return]
-            output, _ = inside.functional(loss_fn, called[0], buffers, called[1:], kwargs)
+            output, _ = inside.functional(called[0], buffers, called[1:], kwargs)
             return output  # type: ignore[no-any-return]
 
         grads, loss = torch.func.grad_and_value(loss_of)(params)
@@ -219,9 +219,14 @@ def against_in_window(window: Window) -> dict[str, object]:
 # --- the window
 
 
-def _reserved(visits: Visit | None) -> AbstractContextManager[None]:
+@contextmanager
+def _reserved(visits: Visit | None) -> Iterator[None]:
     """A context in which no other thread visits the module, which keeps its own parameters."""
-    return IN_USE.using([] if visits is None else visits.parts.ids)
+    use = IN_USE.begin([] if visits is None else visits.parts.ids)
+    try:
+        yield
+    finally:
+        IN_USE.end(use)
 
 
 class CompiledWindow(Window):
@@ -282,7 +287,7 @@ class CompiledWindow(Window):
         if self.step.is_refused or any(against_in_window(self).values()):
             return
         self.params = {index: detached(tree) for index, tree in self.leaves.trees.items()}
-        self.inside = loss.calling if isinstance(loss, PureLoss) else None
+        self.inside = loss if isinstance(loss, PureLoss) else None
         self.buffers: dict[str, torch.Tensor] = {}
         if visits is not None:
             with visits:  # the module and its parameters are checked

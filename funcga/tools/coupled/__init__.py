@@ -27,13 +27,11 @@ from funcga._types import Across, Array, LossFn, Reduced, Scalar, TotalsFn, Tree
 from funcga.errors import (
     FuncgaError,
     check_callable,
-    explains_arguments,
     refuses_arguments,
 )
 from funcga.folds import Fold, FoldTree, concat
 
 
-@explains_arguments
 def coupled(
     summary_fn: Callable[..., Tree],
     loss_fn: LossFn,
@@ -145,11 +143,7 @@ def coupled(
             if program.totals is not None:
                 program.totals.check_call(kwargs)
             job.check_folds(backend)
-            try:
-                return job.passes(backend)(args, kwargs)
-            except TypeError as error:
-                job.program.check_call(error, len(args), kwargs)
-                raise
+            return job.passes(backend)(args, kwargs)
 
     # For tools that inspect the step.
     step.coupled = job  # type: ignore[attr-defined]
@@ -167,14 +161,10 @@ def _in_its_words() -> Iterator[None]:
         words = {
             "accumulate(grad_fn, ": "coupled(summary_fn, loss_fn, ",
             # It takes no window of a loader.
-            "A list of micro-batches is folded by funcga.stream(grad_fn)(params, microbatches)."
-            "": "A list of micro-batches is joined first: map(torch.cat, zip(*window)).",
             "cut all of them alike.": "cut all of them alike; a list of micro-batches is joined "
             "first: map(torch.cat, zip(*window)).",
-            "stream them: for window in funcga.windows(loader, 8): funcga.stream(grad_fn)(params, "
-            "window), without params for module_value_and_grad.": "join those of a window: for "
-            "window in funcga.windows(loader, 8): step(params, *map(torch.cat, zip(*window))), "
-            "without params for module_value_and_grad, and with jnp.concatenate in JAX.",
+            "A DataLoader is folded by stream.": "Join what a DataLoader yields: step(params, "
+            "*map(torch.cat, zip(*window))).",
             "grad_fn": "summary_fn",
             "Add it: def loss_fn(": "Add it: def summary_fn(",
             "output": "summary",

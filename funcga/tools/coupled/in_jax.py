@@ -16,7 +16,7 @@ from funcga._types import Scalar, Tree
 from funcga.folds import sum as summed
 from funcga.tools.coupled import Cotangents, Coupled, Summaries
 from jax_backend import arrays, sharding, trees
-from jax_backend.compiled import Numbers, compiled
+from jax_backend.compiled import compiled
 from jax_backend.gradients import depends
 from jax_backend.loop import accumulated, fold_batch, tally_of, totals_of
 from jax_backend.sharding import Spread
@@ -37,7 +37,7 @@ class _Step:
 
     def __init__(self, job: Coupled, backend: Backend):
         self.job, self.backend = job, backend
-        self.step = compiled(self.traced, numbers=Numbers(job.program.grad_fn))
+        self.step = compiled(self.traced)
 
     def traced(self, spread: Spread, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> Tree:
         """The step, traced."""

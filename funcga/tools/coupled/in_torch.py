@@ -40,7 +40,6 @@ from torch_backend.loop import (
     weights_of,
 )
 from torch_backend.modules import PureLoss
-from torch_backend.modules.checks import check_no_params
 from torch_backend.modules.layers import call_loss
 from torch_backend.randomness import devices_of, generator_states, put_generator_states
 from torch_backend.reduce import reductions_of
@@ -159,8 +158,6 @@ def _in_two_passes(parameters: _Parameters, args: Args, kwargs: Kwargs) -> Tree:
     """
     job, program, put_back = parameters.job, parameters.job.program, parameters.owner.snapshot()
     is_merged = parameters.wrapper is not None or program.across is not None
-    if parameters.own is not None:
-        check_no_params(args, parameters.own.module)
     Source(program, parameters.backend)  # refuses what it cannot be
     with torch.inference_mode(False), torch.no_grad(), ExitStack() as stack:
         arguments, cuts, devices = cut(program, parameters.backend, args, is_merged)

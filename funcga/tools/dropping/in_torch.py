@@ -267,4 +267,7 @@ def selected(keep: bool | torch.Tensor, after: Any, before: Any) -> Any:
 
 def _selected_in(before: Buffers, keep: bool | torch.Tensor) -> Buffers:
     """What buffers are to have that had these values `before`."""
-    return [(buffer, selected(keep, buffer, values)) for buffer, values in before]
+    return [
+        (table, name, buffer, buffer if buffer is None else selected(keep, table[name], values))
+        for table, name, buffer, values in before
+    ]

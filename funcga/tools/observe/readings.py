@@ -2,7 +2,7 @@
 outputs of one structure.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from funcga import normalizers
@@ -11,6 +11,7 @@ from funcga._backend.prefixes import paths_and_leaves
 from funcga._call import KnownGradient, Program
 from funcga._call.arguments import Arguments
 from funcga._fold.outputs import broadcast_folds
+from funcga._tools import load
 from funcga._types import Array, GradFn, Scalar, Tree
 from funcga.errors import FuncgaError, listed
 from funcga.folds import Fold, FoldTree
@@ -173,8 +174,11 @@ class Readings:
     def measures_of(self, leaves: Sequence[Array]) -> Array:
         """The measures of leaves of a gradient, or of parts of them, [leaves, measures]."""
         xp, arrays = self.arrays.xp, self.arrays
-        if self.are_norms:
-            return arrays.squared_norms(leaves, self.dtype)[:, None]
+        in_torch = xp.__name__ == "torch"
+        if self.are_norms and in_torch:  # without a copy of them
+            squared_norms = load("observe.in_torch", "observe=").squared_norms
+            norms: Array = squared_norms(leaves, self.dtype)
+            return norms[:, None]
 
         def measured(leaf: Array) -> Array:
             wide = arrays.cast(leaf, arrays.accumulator_dtype(leaf.dtype))
@@ -185,7 +189,9 @@ class Readings:
                 ]
             )
 
-        return xp.stack(arrays.measured(measured, leaves))
+        # In torch over all shards; XLA knows where they are.
+        of_leaves = vars(arrays)["measured"] if in_torch else map
+        return xp.stack([*of_leaves(measured, leaves)])
 
     def leaves_for(self, measures: Array, weight: Scalar, seed: Scalar = 1.0) -> list[Array]:
         """What observers fold of a micro-batch, from the measures of its gradient, in the order
@@ -211,6 +217,22 @@ class Readings:
                 for observer, vector in zip(self.observers.all, vectors, strict=True)
             ]
         return [xp.ones_like(measures[:1, 0].repeat(2)), *vectors]
+
+    def leaves_in_place(
+        self, leaves: list[Any], weight: Scalar, in_place: Mapping[int, Array]
+    ) -> list[Any]:
+        """The leaves of a program's output, with what observers fold in place of the first ones;
+        `in_place` has the measures of those that are folded already, by leaf index.
+        """
+        # The first leaf has the counts, whose fold gets the weight unscaled.
+        rows = [
+            in_place[leaf_index]
+            if leaf_index in in_place
+            else self.measures_of([leaves[leaf_index]])[0]
+            for leaf_index in self.leaf_indices
+        ]
+        observed = self.leaves_for(self.arrays.xp.stack(rows), weight)
+        return [*observed, *leaves[len(observed) :]]
 
     def measured(self, value: Tree, weight: Scalar) -> Tree:
         """(what observers fold, value) of a micro-batch of which grad_fn returned this value."""

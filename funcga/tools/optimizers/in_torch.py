@@ -10,7 +10,6 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from funcga._backend.prefixes import leaf_paths
 from funcga._transform import DonatingTransform, Traits, Transform
 from funcga._transform.apply import UpdateFunction
 from funcga._types import Tree
@@ -22,7 +21,9 @@ from funcga.tools.optimizers.state_in_torch import (
     Number,
     OptimizerState,
     Slot,
+    all_with_strides_of,
     check_state,
+    copies,
     order_of_paths,
     stored,
     writable,
@@ -31,7 +32,7 @@ from torch_backend import arrays, trees
 from torch_backend._private import pytree
 from torch_backend.dtensor import local_tensors, without_partials
 from torch_backend.modules.checks import check_not_differentiated
-from torch_backend.parameters import check_gradients, check_parameters, matched
+from torch_backend.parameters import matched
 
 # For torch.load with weights_only=True.
 torch.serialization.add_safe_globals([ClipNormState, Number, OptimizerState])
@@ -133,7 +134,6 @@ class _Update(UpdateFunction):
         """The state before the first update: zeros like all that a step keeps."""
         check_not_differentiated("an optimizer of torch", params)
         leaves, structure = trees.flatten(params)
-        check_parameters(leaves, params)
         takes_weight = self.options.take_weight(self.options.grouped(params))
         state = OptimizerState(
             arrays.integer(0),
@@ -170,9 +170,7 @@ class _Update(UpdateFunction):
         check_not_differentiated("an optimizer of torch", (grads, params))
         check_state(state, params)
         leaves, structure = trees.flatten(params)
-        check_parameters(leaves, params)
         gradients = matched(grads, params, "grads")
-        check_gradients(gradients, leaves, lambda: leaf_paths(params, trees), lambda *_: None)
         with torch.no_grad():
             gradients = [
                 None if grad is None else without_partials(grad.detach(), leaf)
@@ -184,7 +182,7 @@ class _Update(UpdateFunction):
             ]
             # Only parameters that are given away are written to. Tied ones become two: each has a
             # step and a state.
-            tensors = arrays.without_overlap(aliases) if into else arrays.copies(aliases)
+            tensors = arrays.without_overlap(aliases) if into else copies(aliases)
             after = self._step(tensors, gradients, state, params, owned, extra.get("weight"))
             if into is None:
                 # The copies become the updates, so that no memory is needed for these. One that was
@@ -244,7 +242,7 @@ class _Update(UpdateFunction):
         owned: bool,
     ) -> list[Slot]:
         """Takes a step, and returns what the optimizer keeps for each tensor."""
-        laid = arrays.all_with_strides_of(grads, tensors)
+        laid = all_with_strides_of(grads, tensors)
         # Of torch's own only SGD with nesterov writes to gradients, in its foreach form.
         if not self.options.is_stock or (
             isinstance(optimizer, torch.optim.SGD)

@@ -90,8 +90,8 @@ def writable(slots: list[Slot], parameters: list[torch.Tensor], owned: bool) -> 
     Tensors with the shape of the parameter are returned with its strides.
     """
     values = [value for slot in slots for value in slot.values()]
-    if arrays.are_plain(values) and arrays.are_plain(parameters):  # as most are
-        remaining = iter(values if owned else arrays.copies(values))
+    if are_plain(values) and are_plain(parameters):  # as most are
+        remaining = iter(values if owned else copies(values))
         return [{name: next(remaining) for name in slot} for slot in slots]
     return [
         pytree.tree_map(partial(_restored, owned, parameter), slot, is_leaf=_is_number)
@@ -108,3 +108,41 @@ def _restored(owned: bool, parameter: torch.Tensor, leaf: object) -> object:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, Number)
+
+
+def all_with_strides_of(tensors: Sequence[Any], likes: Sequence[torch.Tensor]) -> list[Any]:
+    """Each tensor `with_strides_of` another one. None stays None."""
+    # Usually all are contiguous, which no sparse tensor is, so that they have strides.
+    if (
+        are_plain(tensors)
+        and are_plain(likes)
+        and [*map(_STRIDE, tensors)] == [*map(_STRIDE, likes)]
+    ):
+        return [*tensors]
+    return [
+        None if tensor is None else arrays.with_strides_of(tensor, like)
+        for tensor, like in zip(tensors, likes, strict=True)
+    ]
+
+
+def are_plain(values: Sequence[Any]) -> bool:
+    """Whether all of these are contiguous tensors and of no other type, as most are."""
+    return {*map(type, values)} <= _PLAIN and all(map(torch.Tensor.is_contiguous, values))
+
+
+_PLAIN, _STRIDE = {torch.Tensor}, torch.Tensor.stride
+
+
+def copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies in memory of their own; on a device one kernel copies many tensors."""
+    copied, there = list[torch.Tensor](), list[int]()
+    for index, tensor in enumerate(tensors):
+        is_there = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_cpu
+        copied.append(torch.empty_like(tensor, requires_grad=False) if is_there else tensor.clone())
+        if is_there:
+            there.append(index)
+    if there:
+        torch._foreach_copy_(
+            [copied[index] for index in there], [tensors[index] for index in there]
+        )
+    return copied

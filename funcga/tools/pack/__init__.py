@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from heapq import heapreplace
 from typing import SupportsFloat, SupportsIndex
 
-from funcga.errors import FuncgaError, explains_arguments
+from funcga.errors import FuncgaError
 
 # How often the budget of first fit is bisected, towards even micro-batches. Each time takes as long
 # as first fit does.
@@ -25,7 +25,6 @@ Rows = list[tuple[float, int]]
 """Rows by what they cost and their numbers."""
 
 
-@explains_arguments
 def pack(
     lengths: Iterable[SupportsIndex],
     budget: SupportsFloat,

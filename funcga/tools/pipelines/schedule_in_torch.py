@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from funcga.errors import FuncgaError
-from torch_backend import _private
+from funcga.tools.pipelines import private_in_torch
 
 
 class Stage(Protocol):
@@ -129,7 +129,7 @@ class Pipeline:
                 "summed. Pass on the keyword arguments that it is called with: lambda stage, n, "
                 "**options: Schedule1F1B(stage, n, **options)."
             )
-        if _private.loss_of_schedule(schedule, loss_fn) is not loss_fn:
+        if private_in_torch.loss_of_schedule(schedule, loss_fn) is not loss_fn:
             raise FuncgaError(
                 "schedule_factory returned a schedule with a loss of its own, or one that was "
                 "stepped before. Pass the class, such as Schedule1F1B, or a function that builds a "
@@ -139,7 +139,7 @@ class Pipeline:
         is_ddp = any(
             isinstance(stage.submod, nn.parallel.DistributedDataParallel) for stage in self.stages
         )
-        if is_ddp and _private.has_weight_passes(schedule):
+        if is_ddp and private_in_torch.has_weight_passes(schedule):
             raise FuncgaError(
                 "stages are wrapped by DistributedDataParallel, which reduces nothing in a "
                 f"{type(schedule).__name__}: it computes the gradients of parameters in passes "

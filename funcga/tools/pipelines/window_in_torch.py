@@ -31,7 +31,7 @@ from torch_backend import arrays, trees
 from torch_backend.arrays import recording, recording_loss
 from torch_backend.engine.distributed import with_a_blank_row
 from torch_backend.engine.leaves import detached
-from torch_backend.modules.checks import check_wrapped_before
+from torch_backend.modules.checks import check_not_wrapped
 from torch_backend.reduce import Reduction, reductions_of
 from torch_backend.reduce.agreement import progress_of
 from torch_backend.reduce.header import nothing_to_fold
@@ -431,7 +431,7 @@ class PipelineGradient(ModuleGradient):
         """
         self.check_not_traced()
         if not self.wrapper.wrapped:
-            check_wrapped_before(self.module)
+            check_not_wrapped(self.module)
         return PipelineWindow(program, self, backend, arguments)
 
     def merged_over(self, across: Across) -> Across:

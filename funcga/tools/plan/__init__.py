@@ -14,9 +14,9 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
-from funcga._backend import Backend, Coupled
+from funcga._backend import Backend
 from funcga._backend.dispatch import load_imported
 from funcga._call import Memory, Program, read_program, step_program
 from funcga._types import GradFn, TotalsFn, Tree, WeightFn
@@ -42,6 +42,10 @@ class Planner(Protocol):
 
     def free_memory(self, tree: Tree) -> int | None:
         """The free bytes on the device of these arrays; None for the host."""
+        ...
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        """Whether the error says that memory has run out."""
         ...
 
     def peak(
@@ -246,7 +250,7 @@ def planned(
     kwargs: dict[str, Tree],
     memory: int | None = None,
     state: Tree = None,
-    job: Coupled = None,
+    job: Any = None,
 ) -> Plan:
     """The Plan of a program, or of a step of `coupled` if there is a job."""
     measured: dict[int, dict[str, int]] = {}

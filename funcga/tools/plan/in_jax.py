@@ -53,6 +53,12 @@ def free_memory(tree: Tree) -> int | None:
     return min([each["bytes_limit"] - each["bytes_in_use"] for each in stats if each], default=None)
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the error says that memory has run out."""
+    ran_out = isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
+    return ran_out or isinstance(error, MemoryError)
+
+
 def peak(
     program: Program,
     window: Callable[[Program], Callable[..., Any]],

@@ -23,11 +23,11 @@ from funcga._grad import GradientFunction
 from funcga._types import Tree
 from funcga.errors import FuncgaError
 from funcga.folds import Fold
+from funcga.tools.plan import private_in_torch
 from funcga.tools.plan.wrapped_in_torch import Held, planned
 from torch_backend import _private, trees
 from torch_backend.dtensor import as_dtensor, is_dtensor, local_tensors
 from torch_backend.modules import PureLoss
-from torch_backend.modules.checks import check_initialised
 from torch_backend.replicas import PLANNED, Channel
 from torch_backend.wrapped.ddp import Wrapper
 from torch_backend.wrapped.gradient import ModuleGradient
@@ -73,6 +73,18 @@ def _free_on(device: torch.device) -> int:
     )
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the error says that memory has run out."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    signs = (
+        "DefaultCPUAllocator: can't allocate memory",
+        "out of memory",
+        "CUBLAS_STATUS_ALLOC_FAILED",
+    )
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
+
+
 def peak(
     program: Program,
     window: Callable[[Program], Callable[..., Any]],
@@ -81,8 +93,6 @@ def peak(
     backend: Backend,
 ) -> dict[str, int]:
     """The peak memory of `window(program)(args, kwargs)`, in bytes by what they are."""
-    for module in _modules(program):
-        check_initialised(module)
     mode = _mode(program)
     fakes = _Fakes(mode)
     args, kwargs = fakes.of((args, kwargs))
@@ -116,7 +126,7 @@ def peak(
                 )
                 result = step(args, kwargs)
         except RuntimeError as error:
-            if not _private.is_for_lack_of_numbers(error):
+            if not private_in_torch.is_for_lack_of_numbers(error):
                 raise
             raise _reads_numbers(error) from error
         at_peak = follower.at_peak()
@@ -141,7 +151,7 @@ def _mode(program: Program) -> Any:
             "a plan runs in one process, where nobody answers. Plan the step of one stage, as a "
             "module."
         )
-    return _private.fake_mode()
+    return private_in_torch.fake_mode()
 
 
 @contextmanager
@@ -368,7 +378,7 @@ class _Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        in_backward = _private.in_backward()
+        in_backward = _private.graph_task() != -1
         if self.in_backward and not in_backward:
             self._noted()
         self.in_backward = in_backward
@@ -394,7 +404,7 @@ class _Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._freed(last)
             granule, names = last.granule, last.names
         size = _rounded(storage.nbytes(), granule)
-        kind = "gradients" if _private.in_backward() else "activations"
+        kind = "gradients" if _private.graph_task() != -1 else "activations"
         self.live[id(storage)] = block = _Block(size, granule, kind, len(self.deltas), names)
         self.blocks.append(block)
         self.deltas.append(size)

@@ -8,7 +8,7 @@ from typing import Any
 from funcga._backend import Backend
 from funcga._call import Memory, Program, owner_of
 from funcga.errors import FuncgaError
-from funcga.tools.plan import planned
+from funcga.tools.plan import planned, side
 
 # How many shapes of arguments are remembered.
 _SHAPES = 256
@@ -55,7 +55,7 @@ class Search:
             return result
 
         fitted = self.fitted[key] if key in self.fitted else self._planned(backend, args, kwargs)
-        n, result = smallest(run, rows, backend.loop.is_out_of_memory, fitted)
+        n, result = smallest(run, rows, side(backend).is_out_of_memory, fitted)
         # Least recently used: the latest shapes are last in the dict, and the first is
         # forgotten.
         self.fitted.pop(key, None)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from funcga._tools import load
+from funcga.tools.plan import private_in_torch
 from torch_backend import _private
 from torch_backend.wrapped.ddp import DDP, Wrapper
 
@@ -114,12 +115,14 @@ class _FSDP2(Unwrapped):
     wrapper: "FSDP2"
 
     def holders(self) -> list[object]:
-        return [each for part in self.wrapper.parts for each in _private.holders_of_fsdp2(part)]
+        return [
+            each for part in self.wrapper.parts for each in private_in_torch.holders_of_fsdp2(part)
+        ]
 
     def begin(self) -> None:
         # The first pass makes new ones.
         for group in self.wrapper.param_groups():
-            _private.forget_unsharded(group)
+            private_in_torch.forget_unsharded(group)
 
     def held(self) -> Held:
         groups, wholes = self.wrapper.param_groups(), self.wrapper.leaves()

@@ -67,9 +67,7 @@ class _Counting:
 
     def __init__(self, program: Program, backend: Backend):
         totals: Totals = program.totals
-        in_axes = _without_carry(
-            program.default_in_axes if program.in_axes is None else program.in_axes, backend
-        )
+        in_axes = _without_carry(program.in_axes, backend)
         owner = owner_of(program.grad_fn)
         if owner is not None:
             owner.check_counted(program.grad_fn)
@@ -223,17 +221,6 @@ def _check_parameter(grad_fn: GradFn) -> None:
         raise _no_parameter(f"grad_fn takes ({', '.join(parameters)})", _with_totals(grad_fn))
 
 
-def explain(error: TypeError) -> None:
-    """Raises FuncgaError if the error says that a function takes no totals, or lacks them."""
-    if "unexpected keyword argument 'totals'" in str(error):
-        raise _no_parameter(f"a call raised `{error}`") from error
-    if "required keyword-only argument: 'totals'" in str(error):
-        raise FuncgaError(
-            f"loss_fn asks for `totals`, and the step does not count any: {error}. Give the step "
-            f"totals= as well, such as accumulate(grad_fn, n, fold=funcga.sum(), totals={_LIKE})."
-        ) from error
-
-
 def _with_totals(grad_fn: GradFn) -> str:
     """The parameters of the loss that a user has written, of a module or of its parameters, and
     `totals`.
@@ -248,7 +235,7 @@ def _with_totals(grad_fn: GradFn) -> str:
     return ", ".join([*by_position, star, *by_keyword, "totals"])
 
 
-def _no_parameter(found: str, parameters: str = "params, batch, *, totals") -> FuncgaError:
+def _no_parameter(found: str, parameters: str) -> FuncgaError:
     return FuncgaError(
         f"totals= was given, and {found}: it has no parameter `totals` for what is counted. Add "
         f"it: def loss_fn({parameters})."

@@ -1,13 +1,13 @@
 """Counts: the expressions of a batch that losses divide by, such as the unmasked tokens."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from funcga._backend.prefixes import leaf_paths
-from funcga._call.arguments import argument_names, as_parameters
+from funcga._call.arguments import argument_names
 from funcga._types import Array
 from funcga.tools.verify.probe import Probe, Rows
 
@@ -133,3 +133,17 @@ def _expressions(leaf: _Leaf) -> Iterator[tuple[str, Array]]:
         if (part < 0).any():
             yield f"({spelled} >= 0).sum()", part >= 0
         yield f"({spelled} > 0).sum()", part > 0
+
+
+def as_parameters(names: Sequence[str]) -> list[str]:
+    """The names of arguments, as parameters of a lambda: those of *args, which have none, are x0,
+    x1 and so on.
+    """
+    spelled = list[str]()
+    for arg_index, name in enumerate(names):
+        if not name.isidentifier():
+            name = f"x{arg_index}"
+            while name in names or name in spelled:
+                name += "_"
+        spelled.append(name)
+    return spelled

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from funcga._backend import Arrays
-from funcga._call import weight_of
 from funcga._fold import check_quantity, has_no_axes, is_quantity, weight_on_host
 from funcga._types import Array, Scalar
 from funcga.errors import FuncgaError
@@ -82,35 +81,15 @@ class TargetWeight:
             target = arrays.cast(target, amount.dtype)
         return amount >= target
 
-    def windows(
-        self, items: Iterator[Item], weight: Callable[..., Scalar] | None
-    ) -> Iterator[list[Item]]:
+    def windows(self, items: Iterator[Item], weight: Callable[..., Scalar]) -> Iterator[list[Item]]:
         """Lists of micro-batches that weigh so much by `weight(*item)`, the last one less."""
-        if not callable(weight):
-            raise FuncgaError(
-                f"weight is {weight!r}, and n is a {self}: say what a micro-batch weighs, such as "
-                "its rows, weight=lambda x, y: len(x)."
-            )
-        return self._windows(items, weight)
-
-    def _windows(
-        self, items: Iterator[Item], weight: Callable[..., Scalar]
-    ) -> Iterator[list[Item]]:
         window: list[Item] = []
         total, updates = 0.0, 0
         for item in items:
-            fields = item if isinstance(item, tuple | list) else (item,)
-            target, amount = self.after(updates), weight_on_host(weight_of(weight, fields))
-            # If the first one exceeds the target, units are probably mixed up: rows, say, for
-            # tokens.
-            if amount > target and not (window or updates):
-                raise FuncgaError(
-                    f"the first micro-batch weighs {amount:g}, and the target is {target:g}: an "
-                    "update cannot be of less than one micro-batch. Make them smaller, as by "
-                    "DataLoader(batch_size=...), or raise the target."
-                )
+            target = self.after(updates)
             window.append(item)
-            total += amount
+            fields = item if isinstance(item, tuple | list) else (item,)
+            total += weight_on_host(weight(*fields))
             if _in_full(total) >= target:
                 yield window
                 window, total, updates = [], 0.0, updates + 1

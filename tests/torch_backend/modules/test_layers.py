@@ -249,7 +249,7 @@ def test_losses_that_do_not_take_the_module():
     without = "loss_fn is called with the module and then each argument of the micro-batch, {} in all: "
     line = (
         "Write it with the module first, lambda module, x, y: F.mse_loss(module(x), y) for batches (x, y), or lambda "
-        "module, batch: ... for batches in a dict."
+        "module, batch: ... for batches in a dict, and call the step with the batch alone."
     )
     for loss_fn, args, count in [
         (lambda batch: F.mse_loss(module(batch["x"]), batch["y"]), ({"x": x, "y": y},), 2),
@@ -263,17 +263,16 @@ def test_losses_that_do_not_take_the_module():
         ]:
             assert check_refused(line, call, *given).startswith(without.format(count))
     own = torch_backend.module_value_and_grad(module, of_module)
-    text = "the first argument is a dict of parameters, and module_value_and_grad uses the module's own."
-    check_refused(text, funcga.accumulate(own, 2), params, x, y)
-    check_refused(text, funcga.stream(own), params, [(x, y)])
-    text = "the first argument is the module, and module_value_and_grad uses the module's own."
-    check_refused(text, funcga.accumulate(own, 2), module, x, y)
-    check_refused(text, funcga.stream(own), module, [(x, y)])
+    # The step of a module is called with the batch alone: what else comes first is no part of a batch.
+    check_refused(line, own, params, x, y)
+    check_refused("the split arguments have different numbers of rows", funcga.accumulate(own, 2), params, x, y)
+    check_refused("the rows of a micro-batch are its weight", funcga.stream(own), params, [(x, y)])
+    check_refused("`x` is of type Linear", funcga.accumulate(own, 2), module, x, y)
+    check_refused("`x` is of type Linear", funcga.stream(own), module, [(x, y)])
     check_refused(line, funcga.accumulate(torch_backend.module_value_and_grad(module, module), 2), x, y)
-    text = "F.mse_loss(module(x), y))."
-    assert check_refused(text, funcga.value_and_grad, module).startswith("loss_fn is a module of type ")
-    text = check_refused("the call has keyword arguments alone", funcga.accumulate(own, 2), x=x, y=y)
-    assert text.endswith("Write step(x, y), or step(batch) in place of step(**batch).")
+    with pytest.raises(TypeError, match="takes 2 positional arguments but 3 were given"):
+        funcga.accumulate(funcga.value_and_grad(module), 2)(params, x)
+    check_refused("Keyword arguments are passed whole", funcga.accumulate(own, 2), x=x, y=y)
 
     def raises(module, x, y):
         return of_module(module, x)

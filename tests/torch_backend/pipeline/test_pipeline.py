@@ -8,9 +8,10 @@ import torch.distributed as dist
 from torch import nn
 
 import funcga
+from funcga.tools.pipelines import private_in_torch
 from tests.kits import Unseen
 from tests.processes import processes
-from torch_backend import _private, assign_grads, pipeline_value_and_grad, pure_loss, trainable
+from torch_backend import assign_grads, pipeline_value_and_grad, pure_loss, trainable
 
 TOLERANCE = 1e-12  # float64, sums in another order
 SINGLE = ("ScheduleGPipe", "Schedule1F1B")
@@ -496,8 +497,8 @@ def everything_that_is_refused(group):
     refused(group, planned, "the plan of a step of a pipeline was asked for")
     refused(group, zero_bubble_of_ddp, "in passes that DDP does not see")
     # A schedule that tells nothing is taken as it is.
-    assert _private.loss_of_schedule(object(), loss_fn) is loss_fn
-    assert not _private.has_weight_passes(object())
+    assert private_in_torch.loss_of_schedule(object(), loss_fn) is loss_fn
+    assert not private_in_torch.has_weight_passes(object())
     fails_in_loss(mesh_of(group, 1))
     other_batches(mesh_of(group, 1))
 

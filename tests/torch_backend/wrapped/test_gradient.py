@@ -141,7 +141,9 @@ def test_a_loss_or_a_hook_that_acts_on_grad_is_refused():
     assert all(p.grad is None for p in module.parameters())
     handle = module[0].weight.register_post_accumulate_grad_hook(lambda p: None)
     step = funcga.accumulate(module_value_and_grad(module, mse), 3)
-    with pytest.raises(funcga.FuncgaError, match=r"`parameters\['0.weight'\]` has a hook of register_post_accumulate"):
+    with pytest.raises(
+        funcga.FuncgaError, match=r"a parameter, float\d\d\[\d, \d\], has a hook of register_post_accumulate"
+    ):
         step(*batch())
     handle.remove()
     identical(step(*batch()), functional(module, mse)(3, *batch()))

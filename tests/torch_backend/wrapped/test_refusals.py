@@ -186,8 +186,8 @@ APART = (
 )
 NARROW = "` has gradients that {} sums in bfloat16 over the micro-batches, and the fold promises float32. {}"
 LATE = (
-    "and now {} is wrapped by {}: the step would miss parameters, and would not reduce their gradients over the replicas. "
-    "Wrap the module first, and then make the step: accumulate(module_value_and_grad(module, loss_fn), n)."
+    "and {} wrapped by {}: in this step its gradients are silently not reduced over the replicas. Leave it to the "
+    "wrapper: wrap the module first, and then make the step, "
 )
 
 
@@ -266,9 +266,9 @@ REFUSED = {
         "module with find_unused_parameters=True."),
     "unused, fsdp1": ((unused_at_last, "fsdp1"), "the last micro-batch does not use all of the module that is wrapped by "
         "FullyShardedDataParallel, and it synchronises only what that backward pass reaches."),
-    "late, fsdp2": ((wrapped_late, "fsdp2", False), LATE.format("it", "fully_shard")),
-    "late, replicate": ((wrapped_late, "replicated", True), LATE.format("it", "replicate")),
-    "late, a part": ((part_wrapped_late,), LATE.format("the part `2` of it", "fully_shard")),
+    "late, fsdp2": ((wrapped_late, "fsdp2", False), LATE.format("it is", "fully_shard")),
+    "late, replicate": ((wrapped_late, "replicated", True), LATE.format("it is", "replicate")),
+    "late, a part": ((part_wrapped_late,), LATE.format("the part `2` of it is", "fully_shard")),
     "join": ((inside_of_join,), "was called inside of Join, which answers for replicas that have run out of data, and "
         "knows nothing of the counts that funcga merges. Leave Join out: replicas may have different numbers of"),
     "past the wrapper": ((past_the_wrapper,), "DistributedDataParallel has reduced nothing in the last backward pass: "
@@ -302,8 +302,8 @@ def test_refusals():
 @pytest.mark.parametrize(
     ("args", "options", "words"),
     [
-        ((mean_square, made()), {}, "module_value_and_grad was given function as its module. Pass the module, then the"),
-        ((made(), 3), {}, "loss_fn is 3, which is no function. Pass one, such as lambda model, x, y: F.mse_loss(model(x), y)"),
+        ((mean_square, made()), {}, "module_value_and_grad was given function as its module, and Sequential as its loss. Pass"),
+        ((made(), 3), {}, "module_value_and_grad was given Sequential as its module, and int as its loss. Pass"),
         ((made(), mean_square), {"sync": "never"}, "sync is 'never'. Write sync=\"last\", to synchronise once a window"),
         ((made(), mean_square), {"sync": "outer"}, 'sync="outer" was asked of a module that is not wrapped, which has no'),
     ],

@@ -9,7 +9,6 @@ and in every pass; "off", never. What puts something aside and gives it back doe
     unchanged    no parameter is written to in a window, and no sum but by its backward passes
     recompute    a module that runs again in a backward pass has the parameters of the forward pass
     functions    functions written in Python run backward passes of their own
-    reachable    what such a function may write to: all that a loss leads to
 """
 
 import os

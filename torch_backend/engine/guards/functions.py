@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 import torch
 
-from funcga.errors import FuncgaError
 from torch_backend import graphs
 from torch_backend.engine.guards.aside import gradients_aside
-from torch_backend.engine.guards.reachable import reachable
+from torch_backend.engine.guards.recompute import recomputed
+from torch_backend.modules.closures import reachable
 
 
 def run_unrestricted(
@@ -29,22 +29,15 @@ def run_unrestricted(
     gradient instead of its leaf.
     """
     own_ids = {*map(id, leaves)}
-    in_graph = graphs.reach(loss, own_ids).foreign
-    around = [value for value in reachable(loss_fn) if isinstance(value, torch.Tensor)]
-    around += [tensor for tensor in originals if isinstance(tensor, torch.Tensor)]
-    around = [tensor for tensor in around if tensor.requires_grad and tensor.is_leaf]
-    others = {id(leaf): leaf for leaf in (*in_graph, *around)}
-    others = {key: leaf for key, leaf in others.items() if key not in own_ids}
+    in_graph = {id(leaf): leaf for leaf in graphs.reach(loss, own_ids).foreign}
+    around = {
+        id(tensor): tensor
+        for tensor in (*reachable(loss_fn), *originals)
+        if isinstance(tensor, torch.Tensor) and tensor.requires_grad and tensor.is_leaf
+    }
+    others = {key: leaf for key, leaf in (in_graph | around).items() if key not in own_ids}
     with gradients_aside(others.values()):
         graphs.run(loss, cotangent, (), on_host)
-        in_graph_ids = {*map(id, in_graph)}
-        written = {
-            key for key, leaf in others.items() if leaf.grad is not None and key not in in_graph_ids
-        }
+        written = {key for key, leaf in others.items() if leaf.grad is not None} - in_graph.keys()
     if not written.isdisjoint(map(id, originals)):
-        raise FuncgaError(
-            "loss_fn runs a module again in the backward pass, as a checkpoint with "
-            "use_reentrant=True does, and then with the module's own parameters instead of those "
-            "that loss_fn is given: functional_call has taken them out by then. Use "
-            "torch_backend.pure_loss(module, loss_fn), or use_reentrant=False."
-        )
+        raise recomputed()

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from funcga.errors import FuncgaError
 from torch_backend import _private
 from torch_backend.engine.guards import ON
-from torch_backend.engine.guards.reachable import reachable
+from torch_backend.modules.closures import reachable
 
 # Where each module's parameters lay that are no leaves of the window, in forward passes.
 Seen = weakref.WeakKeyDictionary[nn.Module, set[int]]
@@ -40,19 +41,13 @@ def none_seen(loss_fn: object) -> Seen | None:
     """A table for forward passes of a loss; None where these may not be noted: compiled modules and
     functions would be compiled again where there are such hooks.
     """
-    compiles = "torch._dynamo" in sys.modules  # without it nothing is compiled
-    if not ON or (compiles and any(map(_is_compiled, reachable(loss_fn)))):
+    if not ON:
         return None
+    # Without torch._dynamo nothing is compiled.
+    for value in reachable(loss_fn) if "torch._dynamo" in sys.modules else ():
+        if "_torchdynamo_orig_callable" in getattr(value, "__dict__", ()):
+            return None
     return weakref.WeakKeyDictionary()
-
-
-def _is_compiled(value: object) -> bool:
-    if isinstance(value, nn.Module):
-        return any(
-            type(part).__name__ == "OptimizedModule" or part._compiled_call_impl is not None
-            for part in value.modules()
-        )
-    return "_torchdynamo_orig_callable" in getattr(value, "__dict__", ())
 
 
 @contextmanager
@@ -81,7 +76,7 @@ class Watch:
     `seen`: None where forward passes were not noted. `keeps_parameters`: whether modules have their
     parameters in the backward pass too, so that one that was not noted has the right ones.
     `custom`: whether the present pass runs unrestricted, so that functions may run passes of their
-    own.
+    own; the window sets it before each.
     """
 
     seen: Seen | None
@@ -91,6 +86,11 @@ class Watch:
     custom: bool = False
     thread: int = field(default_factory=threading.get_ident)
     tasks: set[int] = field(default_factory=set)
+
+    @cached_property
+    def own(self) -> tuple[set[int], set[int]]:
+        """(the ids of the leaves, where they lie)."""
+        return {*map(id, self.leaves)}, {*map(memory_of, self.leaves)}
 
     def task_of(self, loss: torch.Tensor) -> Any:
         """The handle of a hook that notes the number of the backward pass of a loss.
@@ -104,38 +104,37 @@ class Watch:
         """The hook."""
         task = _private.graph_task()
         is_here = threading.get_ident() == self.thread if self.on_host else task in self.tasks
-        if is_here and task != -1:
-            seen = None
-            if self.seen is not None and (module in self.seen or not self.keeps_parameters):
-                seen = self.seen.get(module, set())
-            _check(module, seen, self.leaves, self.custom)
-
-
-def _check(
-    module: nn.Module, seen: set[int] | None, leaves: Sequence[torch.Tensor], custom: bool
-) -> None:
-    tensors: list[Any] = [p for p in module._parameters.values() if p is not None]
-    in_function = isinstance(_private.current_node(), BackwardCFunction)
-    if in_function and not custom:
-        raise FuncgaError(
-            f"a function written in Python, such as a checkpoint with use_reentrant=True, runs "
-            f"{type(module).__name__} again in the backward pass, and earlier calls of this step "
-            "had no such function. Make the step anew where the loss changes so: "
-            "step = funcga.accumulate(grad_fn, n); or use use_reentrant=False."
-        )
-    own_ids, own = {*map(id, leaves)}, {*map(memory_of, leaves)}
-    for tensor in tensors:
-        where = memory_of(tensor)
-        # A reentrant checkpoint leaves the gradient in the module's own parameter.
-        if where in own:
-            is_right = id(tensor) in own_ids or not in_function
-        else:
-            is_right = seen is None or where in seen
-        if not is_right:
-            kind = " with use_reentrant=True" if in_function else ""
+        if task == -1 or not is_here:
+            return
+        in_function = isinstance(_private.current_node(), BackwardCFunction)
+        if in_function and not self.custom:
             raise FuncgaError(
-                f"loss_fn runs a module again in the backward pass, as a checkpoint{kind} does, "
-                "and then with the module's own parameters instead of those that loss_fn is given: "
-                "functional_call has taken them out by then. Use torch_backend.pure_loss(module, "
-                "loss_fn)" + (", or use_reentrant=False." if in_function else ".")
+                f"a function written in Python, such as a checkpoint with use_reentrant=True, runs "
+                f"{type(module).__name__} again in the backward pass, and earlier calls of this "
+                "step had no such function. Make the step anew where the loss changes so: "
+                "step = funcga.accumulate(grad_fn, n); or use use_reentrant=False."
             )
+        seen = None
+        if self.seen is not None and (module in self.seen or not self.keeps_parameters):
+            seen = self.seen.get(module, set())
+        ids, places = self.own
+        for tensor in module._parameters.values():
+            if tensor is None:
+                continue
+            where = memory_of(tensor)
+            # A reentrant checkpoint leaves the gradient in the module's own parameter.
+            is_right = seen is None or where in seen
+            if where in places:
+                is_right = id(tensor) in ids or not in_function
+            if not is_right:
+                raise recomputed()
+
+
+def recomputed() -> FuncgaError:
+    """The error for a module that runs again with other parameters."""
+    return FuncgaError(
+        "loss_fn runs a module again in the backward pass, as a checkpoint does, and then with the "
+        "module's own parameters instead of those that loss_fn is given: functional_call has taken "
+        "them out by then. Use torch_backend.pure_loss(module, loss_fn); or, for a checkpoint with "
+        "use_reentrant=True, use_reentrant=False."
+    )

@@ -16,32 +16,20 @@ def check(window: Any) -> None:
     own, visits, inputs = window.own, window.visits, window.inputs
     pairs = zip(inputs, window.versions, map(_private.version, inputs), strict=True)
     written_to = {id(leaf) for leaf, first, last in pairs if first != last}
-    # Layers of the module may shorten rows themselves.
-    if written_to and not written_to <= (set() if own is None else _that_shorten_rows(own.module)):
-        raise written()
+    if written_to and own is not None:
+        for layer in own.module.modules():  # which may shorten rows themselves
+            if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.max_norm is not None:
+                written_to.discard(id(layer.weight))
+    if written_to:
+        raise FuncgaError(
+            "a parameter was changed in place during the window, by loss_fn or by another thread: "
+            "the gradients of its micro-batches were taken at different parameter values. Write to "
+            "a copy, `p = p + ...`, and update the parameters when the window is done."
+        )
     if own is not None and own.walk.trainable(own.module) is not own.params:
         raise other_parameters()
     if visits is not None and not visits.parts.are_those_of(visits.loss.module):
         raise other_parameters()
-
-
-def _that_shorten_rows(module: nn.Module) -> set[int]:
-    """The ids of parameters that a forward pass of the module writes to itself."""
-    return {
-        id(layer.weight)
-        for layer in module.modules()
-        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.max_norm is not None
-    }
-
-
-def written() -> FuncgaError:
-    """The error for a parameter that was written to."""
-    return FuncgaError(
-        "a parameter was changed in place during the window, by loss_fn or by another "
-        "thread: the gradients of its micro-batches were taken at different parameter "
-        "values. Write to a copy, `p = p + ...`, and update the parameters when the window "
-        "is done."
-    )
 
 
 def other_parameters() -> FuncgaError:
@@ -68,25 +56,13 @@ def explain(error: RuntimeError, leaves: Sequence[torch.Tensor]) -> None:
         raise switched_off() from error
 
 
-def by_the_loss(leaves: Sequence[torch.Tensor], held: Sequence[Any]) -> FuncgaError:
-    """The error for a loss that has written to the `.grad`s, or replaced one that was `held`."""
-    is_cleared = any(leaf.grad is not total for leaf, total in zip(leaves, held, strict=False))
-    return cleared() if is_cleared else ran_backward()
-
-
-def ran_backward() -> FuncgaError:
-    """The error for a loss that runs a backward pass into its own parameters."""
+def grads_changed() -> FuncgaError:
+    """The error for a loss that has written to the `.grad`s of its own parameters, or replaced
+    one.
+    """
     return FuncgaError(
-        "loss_fn called .backward(): the gradients that it leaves in the parameters would be added "
-        "to those of the loss. Return the loss and leave that to funcga; for a gradient inside of "
-        "the loss use torch.autograd.grad or torch.func.grad."
-    )
-
-
-def cleared() -> FuncgaError:
-    """The error for a sum that no longer stands as the `.grad` of its leaf."""
-    return FuncgaError(
-        "loss_fn cleared or replaced the .grad of a parameter, with zero_grad() for "
-        "instance, and what was accumulated in it. Leave that line out: gradients are "
-        "returned, not kept in the module."
+        "loss_fn called .backward(), or cleared or replaced the .grad of a parameter, with "
+        "zero_grad() for instance, where the gradients of the window are accumulated. Return the "
+        "loss and leave that to funcga; for a gradient inside of the loss use torch.autograd.grad "
+        "or torch.func.grad."
     )

@@ -5,9 +5,10 @@ names of the user's own loss, in_axes for the arguments of the call.
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from funcga import folds
-from funcga._call.arguments import argument_names, as_parameters
+from funcga._call.arguments import argument_names
 from funcga._types import Tree
 from funcga.folds import Fold
+from funcga.tools.verify.counted import as_parameters
 from funcga.tools.verify.probe import Probe
 
 
