@@ -81,7 +81,7 @@ class TargetWeight:
             target = arrays.cast(target, amount.dtype)
         return amount >= target
 
-    def windows(self, items: Iterator[Item], weight: Callable[..., Scalar]) -> Iterator[list[Item]]:
+    def windows(self, items: Iterator[Item], weight: Any) -> Iterator[list[Item]]:
         """Lists of micro-batches that weigh so much by `weight(*item)`, the last one less."""
         window: list[Item] = []
         total, updates = 0.0, 0
