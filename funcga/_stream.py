@@ -217,15 +217,16 @@ def windows(
         >>> [len(window) for window in funcga.windows(loader, target, weight=len)]
         [2, 1]
     """
-    items = iter(iterable)
-    if hasattr(n, "windows"):  # a TargetWeight
-        return n.windows(items, weight)
-    if weight is not None:
+    if hasattr(n, "windows") == (weight is None):  # as a TargetWeight has
         raise FuncgaError(
-            f"weight is given, and n is {'a function' if callable(n) else repr(n)}: a number of "
-            "micro-batches, whatever they weigh. Write funcga.transforms.TargetWeight(256) for "
-            "windows that weigh so much, and give weight= to stream as well."
+            f"weight is {weight!r}, and n is {n!r}: windows of a number of micro-batches weigh "
+            "nothing, and others need to know what one weighs. Write "
+            "funcga.windows(loader, funcga.transforms.TargetWeight(256), weight=lambda x, y: "
+            "len(x)), and give weight= to stream as well."
         )
+    items = iter(iterable)
+    if hasattr(n, "windows"):
+        return n.windows(items, weight)
     size = check_size(n)
     on_host = lambda size: size.item() if has_no_axes(size) else size
     return _windows(items, (size_after(size, number, on_host) for number in count()))

@@ -162,7 +162,7 @@ MADE = {
     "drop is 'all'": lambda: made(TORCH, 2, drop="all"),
     "drop is None": lambda: made(TORCH, 2, drop_if=abs),
     "drop_if is 3": lambda: made(TORCH, 2, drop="window", drop_if=3),
-    "fold= is <function mean": lambda: made(TORCH, 2, fold=funcga.mean).init(tree(TORCH, 1)),
+    "fold= is no Fold": lambda: made(TORCH, 2, fold=funcga.mean).init(tree(TORCH, 1)),
     "donate_argnums": lambda: funcga.multi_steps(optax.adam(1e-3), 2, donate=True).init(tree(JAX, 1)),
     "no array was found in `params`": lambda: made(TORCH, 2).init(torch.nn.Linear(2, 2)),
 }

@@ -81,27 +81,15 @@ class TargetWeight:
             target = arrays.cast(target, amount.dtype)
         return amount >= target
 
-    def windows(
-        self, items: Iterator[Item], weight: Callable[..., Scalar] | None
-    ) -> Iterator[list[Item]]:
+    def windows(self, items: Iterator[Item], weight: Any) -> Iterator[list[Item]]:
         """Lists of micro-batches that weigh so much by `weight(*item)`, the last one less."""
-        if not callable(weight):
-            raise FuncgaError(
-                f"weight is {weight!r}, and n is a {self}: say what a micro-batch weighs, such as "
-                "its rows, weight=lambda x, y: len(x)."
-            )
-        return self._windows(items, weight)
-
-    def _windows(
-        self, items: Iterator[Item], weight: Callable[..., Scalar]
-    ) -> Iterator[list[Item]]:
         window: list[Item] = []
         total, updates = 0.0, 0
         for item in items:
-            fields = item if isinstance(item, tuple | list) else (item,)
-            target, amount = self.after(updates), weight_on_host(weight(*fields))
+            target = self.after(updates)
             window.append(item)
-            total += amount
+            fields = item if isinstance(item, tuple | list) else (item,)
+            total += weight_on_host(weight(*fields))
             if _in_full(total) >= target:
                 yield window
                 window, total, updates = [], 0.0, updates + 1
