@@ -36,14 +36,6 @@ def no_derivative(name: str) -> FuncgaError:
     )
 
 
-def uninitialised(path: str) -> FuncgaError:
-    """The error for a parameter that has no shape yet."""
-    return FuncgaError(
-        f"`{path}` has no shape yet: it belongs to a lazy module, which makes its parameters when "
-        "it first runs. Run it once before: with torch.no_grad(): module(x)."
-    )
-
-
 def no_device(name: object, framework: str, devices: list[str]) -> FuncgaError:
     """The error for a device that a framework does not have here."""
     return FuncgaError(

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from funcga._backend import Trees
 from funcga._types import Array, Tree
-from funcga.errors import FuncgaError, listed, uninitialised
+from funcga.errors import FuncgaError, listed
 
 Children = Callable[[Tree], list[tuple[str, Tree]] | None]
 """The (key, subtree) pairs one level down, keys written as in code; None for a leaf."""
@@ -50,18 +50,6 @@ def leaf_paths(tree: Tree, trees: Trees, path: str = "") -> list[str]:
     return [
         leaf_path for key, child in children for leaf_path in leaf_paths(child, trees, path + key)
     ]
-
-
-def is_uninitialised(leaf: object) -> bool:
-    """Whether it is a parameter, or a buffer, of a lazy module of torch, which has no shape yet."""
-    return hasattr(leaf, "materialize")
-
-
-def check_initialised(tree: Tree, name: str, trees: Trees) -> None:
-    """Raises FuncgaError if an array of the tree, which is called `name`, has no shape yet."""
-    for leaf_index, leaf in enumerate(trees.flatten(tree)[0]):
-        if is_uninitialised(leaf):
-            raise uninitialised(leaf_paths(tree, trees, name)[leaf_index])
 
 
 def paths_and_leaves(tree: Tree, children: Children, path: str = "") -> list[tuple[str, Array]]:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from funcga._backend import Backend
-from funcga._backend.prefixes import check_initialised, is_uninitialised, leaf_paths
+from funcga._backend.prefixes import leaf_paths
 from funcga._call.arguments import Argument, Arguments, argument_names
 from funcga._grad import GradientFunction
 from funcga._types import Tree
@@ -77,8 +77,6 @@ def detached(tree: Tree, recorded: bool = False) -> Tree:
     mode are copied then.
     """
     leaves, structure = trees.flatten(tree)
-    if any(map(is_uninitialised, leaves)):
-        check_initialised(tree, "params", trees)
     without = detached_leaves(leaves, recorded)
     return tree if without is leaves else trees.unflatten(structure, without)
 

@@ -15,10 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from funcga._backend.prefixes import is_uninitialised
 from funcga._call.arguments import Argument, Arguments
 from funcga._grad import GradientFunction
-from funcga.errors import uninitialised
 from torch_backend import _private
 from torch_backend.engine.guards import ON, recompute
 from torch_backend.engine.leaves import OWN, Leaves, Own, any_requires_grad
@@ -143,7 +141,7 @@ def key_of(leaves: Sequence[Any], structure: object, are_fixed: bool = False) ->
 
 
 def _kind(leaf: Any) -> object:
-    if not isinstance(leaf, torch.Tensor) or is_uninitialised(leaf):
+    if not isinstance(leaf, torch.Tensor):
         return type(leaf)
     shape = None if leaf.is_nested else leaf.shape
     hooks = bool(_private.has_hooks(leaf)), bool(_private.has_hooks_on_grad(leaf))
@@ -171,12 +169,9 @@ def checked_whole(
     parts: Sequence[Argument], gradient: GradientFunction, own: Own | None
 ) -> list[int]:
     """The indices of the arguments that are differentiated and passed whole. Raises FuncgaError for
-    arguments, or a module, that cannot be differentiated.
+    arguments that cannot be differentiated.
     """
     if own is not None:
-        for name, parameter in own.params.items():
-            if is_uninitialised(parameter):
-                raise uninitialised(name)
         return []
     indices = gradient.arg_indices(len(parts))
     for index in indices:

@@ -18,9 +18,8 @@ from typing import NamedTuple
 import numpy as np
 
 from funcga._accumulate import accumulate
-from funcga._backend.prefixes import check_initialised, leaf_paths
+from funcga._backend.prefixes import leaf_paths
 from funcga._call import Program
-from funcga._call.arguments import argument_names
 from funcga._fold.outputs import broadcast_folds
 from funcga._grad import GradientFunction
 from funcga._types import Array, Namespace, Scalar, Tree
@@ -72,8 +71,6 @@ class Probe:
         self.framework = importlib.import_module(f"funcga.tools.verify.in_{self.backend.name}")
         gradient = grad_fn if job is None else job.gradient
         self.gradient = gradient if isinstance(gradient, GradientFunction) else None
-        for arg, name in zip(args, argument_names(grad_fn, len(args)), strict=True):
-            check_initialised(arg, name, self.backend.trees)
         self.args, self.kwargs = self._copied((args, kwargs))
         self.arguments = program.read(self.args, self.backend)
         self.all_rows: Rows = tuple(range(self.arguments.rows()))
