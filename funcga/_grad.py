@@ -169,7 +169,7 @@ class GradientFunction(KnownGradient):
             if not self.has_aux:
                 aux = "to return (loss, aux) say has_aux=True"
             raise FuncgaError(
-                f"loss_fn returned {arrays.describe(loss)}, and a gradient is that of a scalar, a "
+                f"the loss is {arrays.describe(loss)}, and a gradient is that of a scalar, a "
                 "real number: return loss.mean(), or loss.sum() with fold=funcga.per_weight(); "
                 f"{aux}."
             )

@@ -146,9 +146,8 @@ def test_micro_batches_are_copied_ahead(pinned):
 @pytest.mark.parametrize(
     ("n", "weight", "text"),
     [
-        (funcga.transforms.TargetWeight(4), None, "weight is None, and n is a TargetWeight(weight=4): say what a micro-batch weighs, such as its rows, weight=lambda x, y: len(x)."),
-        (4, len, "weight is given, and n is 4: a number of micro-batches, whatever they weigh. Write funcga.transforms.TargetWeight(256) for windows that weigh so much, and give weight= to stream as well."),
-        (lambda windows: 2, len, "weight is given, and n is a function: a number of micro-batches, whatever they weigh. Write funcga.transforms.TargetWeight(256) for windows that weigh so much, and give weight= to stream as well."),
+        (funcga.transforms.TargetWeight(4), None, "weight is None, and n is TargetWeight(weight=4): windows of a number of micro-batches weigh nothing, and others need to know what one weighs. Write funcga.windows(loader, funcga.transforms.TargetWeight(256), weight=lambda x, y: len(x)), and give weight= to stream as well."),
+        (4, len, "weight is <built-in function len>, and n is 4: windows of a number of micro-batches weigh nothing, and others need to know what one weighs. Write funcga.windows(loader, funcga.transforms.TargetWeight(256), weight=lambda x, y: len(x)), and give weight= to stream as well."),
         (lambda windows: 0, None, "the schedule of n returned 0 after 0 updates: it must be a number of micro-batches, at least 1, or a 0-d array of one."),
         (lambda windows: True, None, "the schedule of n returned True after 0 updates: it must be a number of micro-batches, at least 1, or a 0-d array of one."),
         (0, None, "n is 0: it must be an int, at least 1. Write n=8, a function of the number of updates, or funcga.transforms.TargetWeight(1_000_000)."),

@@ -118,7 +118,7 @@ REFUSED = {
     "parity mine.py:godo": "mine.py:godo: mine.py has no `godo`, but good. Write mine.py:NAME",
     "parity mine.py:number": "mine.py:number is of type int, and parity takes a funcga.checks.Problem, or a function that returns one: problem = funcga.checks.Problem(params, batch, torch_loss=..., jax_loss=...).",
     "parity mine.py:none": "the problem 'none' has neither a torch_loss nor a jax_loss: there is nothing to run.",
-    PARITY.format("mine.py:no_scalar"): "torch, float64: loss_fn returned float64[12, 1], and a gradient is that of a scalar",
+    PARITY.format("mine.py:no_scalar"): "torch, float64: the loss is float64[12, 1], and a gradient is that of a scalar",
     PARITY.format("mine.py:nan"): "torch, float64: `tree['batch'][0]` is float64[12, 3], of which 3 are not finite: leave these rows out",
     PARITY.format("mine.py:others"): "JAX, float64: the trees have different leaves: `like` has `kernel`, which tree lacks, and tree has `w`",
     PARITY.format("mine.py:folds"): "torch, float64: fold is <Fold: max, identity>, and parity knows what the whole batch's gradient is for mean(), per_weight() and sum(). Compare with one of them.",

@@ -253,8 +253,9 @@ def test_a_merge_over_replicas_is_refused():
     step = funcga.accumulate(funcga.grad(loss), 2, across="a group")
     outer = lambda w, x, y: loss(w - RATE * step(w, *support), x, y)
     text = (
-        "across= was given to a step inside of a loss that is being differentiated, and the merge over replicas has no "
-        "derivative. Leave it out there. If the step is a constant for that loss, run it under torch.no_grad()."
+        "across= was given inside of a torch.func transform, or of a loss that is being differentiated, where replicas "
+        "cannot be merged: the merge has no derivative. Take the transform on each replica, inside of grad_fn; or run the "
+        "step under torch.no_grad(), if it is a constant there."
     )
     assert check_refused(text, funcga.accumulate(funcga.grad(outer), 1), w, *query) == text
     # updates of one's own are applied with their derivative

@@ -328,7 +328,7 @@ def test_a_models_output_is_no_loss():
     text = ", and a gradient is that of a scalar, a real number: return "
     assert f"CausalLMOutput{text}" in refusal(lambda: funcga.accumulate(funcga.grad(output), 2)(W, X))
     as_dict = funcga.grad(lambda *args: dict(output(*args)))
-    assert refusal(lambda: funcga.accumulate(as_dict, 2)(W, X)).startswith(f"loss_fn returned of type dict{text}")
+    assert refusal(lambda: funcga.accumulate(as_dict, 2)(W, X)).startswith(f"the loss is of type dict{text}")
     text = "has_aux=True asks for a pair: return loss, aux"
     assert text in refusal(lambda: funcga.accumulate(funcga.grad(output, has_aux=True), 2)(W, X))
 

@@ -182,7 +182,7 @@ REFUSED = {
     "weight is 3, which is no function": lambda g, a: funcga.verify(g, *a, weight=3),
     "grad_fn is None, which is no function": lambda g, a: funcga.verify(None, *a),
     "no array was found in": lambda g, a: funcga.verify(g, 1, 2),
-    "loss_fn returned float32[12], and": lambda g, a: funcga.verify(funcga.grad(lambda p, x, y: y * p["v"].sum()), *a),
+    "the loss is float32[12], and": lambda g, a: funcga.verify(funcga.grad(lambda p, x, y: y * p["v"].sum()), *a),
     "the split arguments have different numbers of rows": lambda g, a: funcga.verify(g, a[0], a[1], a[2][:5]),
     "and this one brings its own": lambda g, a: funcga.verify(funcga.accumulate(torch_backend.module_value_and_grad(torch.nn.Linear(3, 1), lambda m, x: m(x).mean()), 2), a[1]),
 }  # fmt: skip

@@ -52,7 +52,7 @@ class Distributed(Window):
     def _takes(self, seed: float, dtype: torch.dtype) -> bool:
         if self.communicates:
             is_exact = arrays.represents_exactly(dtype, seed)
-            return self.plan.takes_weights and is_exact
+            return self.plan.takes_weights and not self.hooked and is_exact
         return seed != 0 and super()._takes(seed, dtype)
 
     def _bind(self, loss: torch.Tensor, aux: Tree, moving: Sequence[torch.Tensor]) -> Sums:

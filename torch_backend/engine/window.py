@@ -75,6 +75,7 @@ class Window(ExitStack):
     # The weight of all micro-batches, and the share of each: set by `passes` where all are alike
     # and their share is exact, so that sums in this unit are means: nothing is left to divide.
     even: tuple[float, float] | None = None
+    takes_weights = False  # whether the cotangent of a pass may be a weight; set by `_bind`
     share: float | None = None  # of all micro-batches, in such a window; set by `_bind`
     writes = 0  # set after each pass: how much has been added to the `.grad`s
     begun = False  # whether each of the inputs has its sum as its `.grad`
@@ -332,8 +333,7 @@ class Window(ExitStack):
 
     def _takes(self, seed: float, dtype: torch.dtype) -> bool:
         """Whether the cotangent of a pass may be this weight."""
-        plan = self.plan
-        return plan.takes_weights and not plan.autocast and arrays.represents_exactly(dtype, seed)
+        return self.takes_weights and arrays.represents_exactly(dtype, seed)
 
     # --- what becomes of the output
 
@@ -342,9 +342,12 @@ class Window(ExitStack):
         if self._count_writes(moving):
             raise unchanged.grads_changed()
         plan = self.plan
+        # Hooks that the loss itself has put on leaves are there for all micro-batches.
+        self.hooked = any(map(_private.has_hooks, self.inputs))
+        self.takes_weights = plan.takes_weights and not (plan.autocast or self.hooked)
         is_known = loss.dtype is plan.loss_dtype and type(loss) is torch.Tensor
         sums = Sums(plan.folding if is_known else bound.folding_of(self, loss, aux))
-        if self.even and sums.folding.are_means and plan.takes_weights and not plan.autocast:
+        if self.even and sums.folding.are_means and self.takes_weights:
             sums.unit, self.share = self.even
         self.held = [None] * len(self.inputs)
         if sums.folding.wide:

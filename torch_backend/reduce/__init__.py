@@ -357,8 +357,7 @@ def reductions_of(program: Program, backend: Backend) -> list[Reduction]:
     if arrays.in_transform():
         raise FuncgaError(
             "across= was given inside of a torch.func transform, or of a loss that is being "
-            "differentiated, where replicas cannot be merged: the merge over replicas has no "
-            "derivative. Take "
+            "differentiated, where replicas cannot be merged: the merge has no derivative. Take "
             "the transform on each replica, inside of grad_fn; or run the step under "
             "torch.no_grad(), if it is a constant there."
         )

@@ -61,7 +61,8 @@ def _integers(value: Array, device: torch.device | None) -> torch.Tensor:
     if not isinstance(value, torch.Tensor) and getattr(value, "shape", ()) == ():
         number = operator.index(value)
         return torch.tensor((number + 2**63) % 2**64 - 2**63, device=device)
-    array = torch.as_tensor(value, device=device)
+    # By default it lies where it is, wherever new tensors lie.
+    array = torch.as_tensor(value, device=device or getattr(value, "device", None))
     if arrays.kind(array.dtype) != "int":
         raise FuncgaError(
             f"a key or index is {arrays.describe(value)}: they are integers, or tensors of some: "

@@ -287,7 +287,7 @@ def test_losses_and_parameters_without_a_gradient_are_refused(kit):
             lambda params, x: (params["w"] * x).sum(1),
             {"w": x[0]},
             {},
-            r"loss_fn returned float32\[\d+\], and a gradient is",
+            r"the loss is float32\[\d+\], and a gradient is",
         ),
         (lambda params, x: ((params["w"] * x).sum(), 1), {"w": x[0]}, {}, "of type tuple.*has_aux=True"),
         (
@@ -303,9 +303,9 @@ def test_losses_and_parameters_without_a_gradient_are_refused(kit):
             "is that of a scalar, a real number",
         ),
         (lambda params, x: (params["w"] * x).sum(), params, {}, spelled),
-        (lambda params, x: "loss", {"w": x[0]}, {}, "what loss_fn returned is of type str, which has no gradient"),
+        (lambda params, x: "loss", {"w": x[0]}, {}, "the loss is of type str, and a gradient is that of a scalar"),
         (lambda params, x: (params["w"] * x).sum(), {"w": x[0]}, {"argnums": 2}, "argnums is 2, and the call has 2"),
-        (lambda params, x: (params["w"] * x).sum(), {"w": x[0]}, {"argnums": (0, -2)}, "names an argument twice"),
+        (lambda params, x: (params["w"] * x).sum(), {"w": x[0]}, {"argnums": (0, -2)}, "name each once"),
     ]
     for loss, given, options, match in cases:
         gradient = funcga.value_and_grad(loss, **options)
@@ -354,7 +354,7 @@ REFUSED = {
         changing(TOTAL, lambda p, x: TOTAL(p, x).double()),
         {}, 2, r"output\[0\] as float64\[\] for micro-batch 2 and as float32\[\]",
     ),
-    "a number": (lambda p, x: TOTAL(p, x).item(), {}, 2, "loss_fn returned of type float"),
+    "a number": (lambda p, x: TOTAL(p, x).item(), {}, 2, "the loss is of type float"),
     "a gradient that is cleared": (clears, {}, 2, r"loss_fn called \.backward\(\), or cleared or replaced the \.grad of a parameter, with zero_grad\(\)"),
     "a gradient that is cleared in the last pass": (
         lambda p, x: (clears_in_the_backward_pass if x[0] else TOTAL)(p, x),
