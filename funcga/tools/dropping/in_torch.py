@@ -17,8 +17,8 @@ from funcga._fold.outputs import Outputs
 from funcga._types import Scalar, Tree
 from funcga.errors import FuncgaError
 from funcga.tools.dropping import DroppingStep
-from torch_backend import arrays, trees
-from torch_backend.dtensor import as_dtensor, local
+from torch_backend import _private, arrays, trees
+from torch_backend.dtensor import local
 from torch_backend.engine.called import Called
 from torch_backend.modules import trainable
 from torch_backend.modules.layers import Buffers, buffers_of, put_back
@@ -39,6 +39,7 @@ class DroppingSums(Sums):
         self.dropping, self.tested = dropping, dropping.tested(folding.outputs)
         self.kept: bool | torch.Tensor = True  # whether the last micro-batch was; set by `add`
         self.tried = 0  # micro-batches; set by `add`
+        self.zeros: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
         # What is threaded, before the first micro-batch; set by `keep_state`.
         self.state_before: list[Any] = []
 
@@ -75,11 +76,21 @@ class DroppingSums(Sums):
             self.of[index] = fold.identity(value)
         if not isinstance(keep, torch.Tensor):
             return
-        if self.folding.kinds[index] is None:
-            lifted = selected(keep, fold.lift(value, weight), fold.identity(value))
-            self.of[index] = fold.combine(self.of[index], lifted)
-        else:
-            self.add_reduced({index: _filled(value, keep, 0)}, weight)
+        kind = self.folding.kinds[index]
+        if kind is None:
+            before: Any = self.of[index]
+            # Some folds write to what there was before.
+            copies = _private.pytree.tree_map(torch.clone, before)
+            self.of[index] = selected(keep, fold.combine(before, fold.lift(value, weight)), copies)
+            return
+        share = self.share(weight) if kind == "weighted" else 1.0
+        if share:  # a weight of 0 adds nothing, not even a NaN
+            more = local(value).to(fold.accumulator_dtype)
+            place = more.device, more.dtype
+            if place not in self.zeros:  # a number would become a tensor for each leaf
+                self.zeros[place] = more.new_zeros(())
+            kept = torch.where(keep.to(more.device), more, self.zeros[place])
+            local(self.of[index]).add_(kept, alpha=share)
 
     def keep_state(self, before: list[Any]) -> None:
         """Threads on what there was `before` the last micro-batch, if that was dropped."""
@@ -111,7 +122,7 @@ class DroppingSums(Sums):
         filled = [
             leaf
             if id(leaf) in stays or not isinstance(leaf, torch.Tensor)
-            else _filled(leaf, keep, NAN if id(leaf) in collected else 0)
+            else _filled(leaf, keep, NAN if id(leaf) in collected else 0, self.folding.pure)
             for leaf in leaves
         ]
         return trees.unflatten(structure, filled)
@@ -199,12 +210,14 @@ class DroppingCalls(Called):
         return result
 
 
-def _filled(leaf: torch.Tensor, keep: bool | torch.Tensor, instead: float) -> torch.Tensor:
-    """A leaf, or this number in place of each of its own unless it is kept."""
-    shard = local(leaf)
+def _filled(leaf: torch.Tensor, keep: bool | torch.Tensor, by: float, pure: bool) -> torch.Tensor:
+    """The leaf, in which this number stands in place of each of its own unless it is kept."""
+    shard: torch.Tensor = local(leaf)
     is_dropped = ~torch.as_tensor(keep, device=shard.device)
-    filled: torch.Tensor = as_dtensor(shard.masked_fill(is_dropped, instead), leaf)
-    return filled
+    if pure:
+        return shard.masked_fill(is_dropped, by)
+    shard.masked_fill_(is_dropped, by)
+    return leaf
 
 
 def _where(keep: torch.Tensor, value: Any, otherwise: Any) -> torch.Tensor:
