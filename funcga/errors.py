@@ -18,7 +18,7 @@ class FuncgaError(ValueError):
     Example:
         >>> funcga.accumulate(lambda x: x.mean(), 0)
         Traceback (most recent call last):
-        funcga.errors.FuncgaError: n is 0: it must be at least 1. Write n=1 for one micro-batch.
+        funcga.errors.FuncgaError: n is 0: it must be an int, at least 1. Write n=8, or n="auto".
     """
 
 
