@@ -192,7 +192,7 @@ def plan_of(
     else:
         module = own.module
     hooked = any(map(_private.hooks_of, originals))
-    may_weigh = not (hooked or gradient.scaled or moving)
+    may_weigh = not (gradient.scaled or moving)
     return Plan(
         indices=indices,
         count=len(parts),

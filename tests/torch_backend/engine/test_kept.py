@@ -245,3 +245,15 @@ def test_a_grad_that_does_not_fit_takes_no_other_with_it():
     thread.start()
     thread.join()
     torch.testing.assert_close(met[0][0], module(x).square().mean().detach())
+
+
+def test_a_module_that_is_cast_between_two_calls():
+    """Its parameters are the same objects: in bfloat16 the sum of 512 ones would stay at 256."""
+    module, x = nn.Linear(1, 1, bias=False), torch.ones(512, 1)
+    loss_fn = lambda module, x: module(x.to(module.weight.dtype)).float().sum()
+    step = funcga.accumulate(module_value_and_grad(module, loss_fn), 512, fold=funcga.sum())
+    for dtype in (torch.float32, torch.bfloat16):
+        module.to(dtype)
+        _, grads = step(x)
+        assert grads["weight"].dtype == dtype
+        assert grads["weight"].item() == 512
