@@ -12,7 +12,7 @@ from funcga._backend import Backend
 from funcga._call import Program
 from funcga._call.arguments import Argument, Arguments
 from funcga._grad import GradientFunction, evaluations
-from funcga._types import Tree
+from funcga._types import GradFn, Tree
 from torch_backend import arrays, trees
 from torch_backend.engine import bound
 from torch_backend.engine.distributed import window_of
@@ -44,7 +44,7 @@ def value_of(
     key = call_key(None if own is None else own.params, flat, tuple(kwargs))
     plans = gradient.memory.keep(Plans)
     plan: Plan | None = plans.get(key)
-    arguments = Arguments(_whole(args), gradient, backend)
+    arguments = uncut(args, gradient, backend)
     with Window(None, gradient, backend, arguments, plan, own) as window:
         arguments, kwargs = window.prepared(arguments, kwargs)
         loss, aux = _run(window, tuple([part.value for part in arguments.parts]), kwargs)
@@ -71,7 +71,7 @@ def value_of_module(
     key = call_key(own.params, [*map(trees.flatten, args)], tuple(kwargs))
     plans = program.memory.keep(Plans)
     plan: Plan | None = plans.get(key)
-    arguments = Arguments(_whole(args), program.grad_fn, backend)
+    arguments = uncut(args, program.grad_fn, backend)
     with window_of(program, gradient, backend, arguments, plan, own) as window:
         arguments, kwargs = window.prepared(arguments, kwargs)
         with window.passes():
@@ -82,9 +82,9 @@ def value_of_module(
     return result
 
 
-def _whole(args: tuple[Tree, ...]) -> tuple[Argument, ...]:
-    """Arguments that are not split."""
-    return tuple([Argument(arg, [], [], None) for arg in args])
+def uncut(args: tuple[Tree, ...], grad_fn: GradFn, backend: Backend) -> Arguments:
+    """The arguments of a call of which none is split."""
+    return Arguments(tuple([Argument(arg, [], [], None) for arg in args]), grad_fn, backend)
 
 
 def _run(

@@ -57,8 +57,8 @@ class Window(ExitStack):
     `leaves` last as long, and `inputs` are these in order. Arguments that are split have leaves of
     their own in each micro-batch, `moving`. `plan`: the one that is known, or a new one, which the
     first loss completes. `visit`: the context that the loss is called in; `versions`: those of the
-    leaves, which nobody may write to; `hooked`: whether a parameter has hooks of the user's;
-    `watch` looks at modules that run in backward passes. All of these are set on entering, and:
+    leaves, which nobody may write to; `watch` looks at modules that run in backward passes. All of
+    these are set on entering, and:
     """
 
     visits: Visit | None = None  # the visit of a pure_loss to its module
@@ -75,6 +75,7 @@ class Window(ExitStack):
     # The weight of all micro-batches, and the share of each: set by `passes` where all are alike
     # and their share is exact, so that sums in this unit are means: nothing is left to divide.
     even: tuple[float, float] | None = None
+    hooked = False  # whether a leaf has hooks of the user's; set by `_bind`
     takes_weights = False  # whether the cotangent of a pass may be a weight; set by `_bind`
     share: float | None = None  # of all micro-batches, in such a window; set by `_bind`
     writes = 0  # set after each pass: how much has been added to the `.grad`s
@@ -176,7 +177,6 @@ class Window(ExitStack):
             seen = None
         self.watch = recompute.Watch(seen, inputs, plan.on_host, keeps_parameters)
         self.versions = [*map(_private.version, inputs)]
-        self.hooked = any(map(_private.has_hooks, inputs))
 
     def prepared(
         self, arguments: Arguments, kwargs: dict[str, Tree]
@@ -439,8 +439,6 @@ class Window(ExitStack):
             raise switched_off()
         if self.observing is not None:
             self.observing.end()
-        if ON and any(map(_private.has_hooks, inputs)) != self.hooked:
-            raise unchanged.other_hooks()
         is_changed = [*map(_private.version, inputs)] != self.versions
         if ON and (is_changed or self.own is not None or self.visits is not None):
             unchanged.check(self)
@@ -452,6 +450,8 @@ class Window(ExitStack):
         sums, inputs = self.sums, self.inputs
         assert sums is not None
         self.check()
+        if ON and any(map(_private.has_hooks, inputs)) != self.hooked:
+            raise unchanged.other_hooks()
         if ON and sums.folding.lends and any(map(operator.is_not, map(_GRAD, inputs), self.held)):
             raise unchanged.grads_changed()
         for leaf in inputs:

@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from funcga._backend import Backend
 from funcga._call import Program
-from funcga._call.arguments import Argument, Arguments
+from funcga._call.arguments import Arguments
 from funcga._fold import LeafFold
 from funcga._tools import load
 from funcga._types import Across, Array, GradFn, Scalar, Tree
@@ -31,6 +31,7 @@ from torch_backend import _private, arrays, graphs, trees
 from torch_backend.arrays import recording, recording_loss
 from torch_backend.dtensor import local_tensors
 from torch_backend.engine import bound
+from torch_backend.engine.alone import uncut
 from torch_backend.engine.distributed import with_a_blank_row
 from torch_backend.engine.guards import EVERY
 from torch_backend.engine.guards.aside import gradients_aside
@@ -81,7 +82,7 @@ class WrappedGradient(ModuleGradient):
     def _value(
         self, program: Program, backend: Backend, args: tuple[Tree, ...], kwargs: dict[str, Tree]
     ) -> Tree:
-        arguments = Arguments(tuple([Argument(a, [], [], None) for a in args]), self, backend)
+        arguments = uncut(args, self, backend)
         begin = partial(self.window, program, backend, arguments)
         with telling([(progress_of(program.memory), begin)]), begin() as window:
             window.alone = True

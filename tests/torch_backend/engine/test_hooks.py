@@ -153,3 +153,21 @@ def test_a_transform_of_torch_func_is_refused_where_it_would_not_call_them():
     torch.func.grad(adapted)(params_of(module), x)
     handle.remove()
     assert torch.equal(torch.func.grad(loss)(params_of(module), x)["0.weight"], plain["0.weight"])
+
+
+@pytest.mark.parametrize("n", [None, 1, 4])
+def test_hooks_that_the_loss_puts_on_its_parameters_see_whole_gradients(n):
+    """Those of the first micro-batch are there for all."""
+    seen, w, x = [], torch.ones(3), torch.arange(12.0).reshape(4, 3)
+
+    def loss(w, x):
+        if not seen:
+            w.register_hook(lambda gradient: seen.append(gradient.clone()))
+        return (x @ w).mean()
+
+    gradient = funcga.value_and_grad(loss)
+    step = gradient if n is None else funcga.accumulate(gradient, n)
+    _, grads = step(w, x)
+    torch.testing.assert_close(grads, x.mean(0))
+    for found, rows in zip(seen, x.chunk(n or 1), strict=True):
+        torch.testing.assert_close(found, rows.mean(0))
