@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Self
 
 import torch
@@ -66,6 +66,11 @@ class Window(ExitStack):
     outside: Callable[[], AbstractContextManager[object]] = nullcontext  # of a backward pass
 
     may_communicate = False  # whether other processes may wait for each backward pass
+    # Whether a loss is added before its backward pass: other processes are told of it in between.
+    adds_loss_first = False
+    # Whether passes are never restricted to the leaves, as what wraps a module has hooks elsewhere.
+    runs_whole = False
+    run: Any = None  # the tool that runs the backward passes, if not autograd alone; set by `_open`
     # Where Distributed merges the sums over replicas.
     merged: Callable[[Sums], Tree] | None = None
 
@@ -153,6 +158,7 @@ class Window(ExitStack):
     def _open(self, stack: ExitStack, is_new: bool, is_stream: bool) -> None:
         """Enters what lasts until the window ends, when the stack is closed."""
         plan, own, loss, inputs = self.plan, self.own, self.gradient.loss_fn, self.inputs
+        self.run = plan.run
         self.visit: AbstractContextManager[Any] = nullcontext(loss)
         if own is not None:
             parts: Any = own.walk.trained  # that walk has just found the parameters
@@ -175,7 +181,9 @@ class Window(ExitStack):
             self.noted = partial(recompute.noted, seen, inputs)
         elif keeps_parameters:
             seen = None
-        self.watch = recompute.Watch(seen, inputs, plan.on_host, keeps_parameters)
+        self.watch: Any = None
+        if ON:
+            self.watch = recompute.Watch(seen, inputs, plan.on_host, keeps_parameters)
         self.versions = [*map(_private.version, inputs)]
 
     def prepared(
@@ -231,14 +239,31 @@ class Window(ExitStack):
             if not self.gradient.reached:
                 is_alone = evaluations() == gradients
                 self.unreached |= bound.is_unreached(self, objective, moving, weight, is_alone)
+            if self.adds_loss_first:
+                self._add_loss(loss.detach(), aux, moving, weight, share)
             seed = self._add_gradients(objective, weight, share, moving)
-            if folding.loss_alone is not None and loss.dtype is self.plan.loss_dtype:
-                sums.add_loss(loss.detach(), folding.loss_alone, weight, share)
-                return
-            values = self._rest(loss.detach(), aux, moving)
-            if self.observing is not None:
-                values.update(self.observing.measures(values, weight, seed))
-            sums.add(values, weight)
+            if not self.adds_loss_first:
+                self._add_loss(loss.detach(), aux, moving, weight, share, seed)
+
+    def _add_loss(
+        self,
+        loss: torch.Tensor,
+        aux: Tree,
+        moving: Sequence[torch.Tensor],
+        weight: float,
+        share: float,
+        seed: float = 1.0,
+    ) -> None:
+        """Folds in what stands beside the gradients, which come from this cotangent."""
+        assert self.sums is not None
+        sums, loss_alone = self.sums, self.sums.folding.loss_alone
+        if loss_alone is not None and loss.dtype is self.plan.loss_dtype:
+            sums.add_loss(loss, loss_alone, weight, share)
+            return
+        values = self._rest(loss, aux, moving)
+        if self.observing is not None:
+            values.update(self.observing.measures(values, weight, seed))
+        sums.add(values, weight)
 
     def _add_gradients(
         self,
@@ -291,28 +316,24 @@ class Window(ExitStack):
 
     def backward(self, loss: torch.Tensor, seed: float, moving: Sequence[torch.Tensor]) -> None:
         """Adds the gradients of a loss, times the seed, to the `.grad`s of the leaves."""
-        plan, leaves = self.plan, (*self.inputs, *moving)
+        leaves = (*self.inputs, *moving)
         if not (loss.requires_grad and leaves):
             return
-        # A graph is walked where it may have functions written in Python, which may run backward
-        # passes of their own.
-        is_walked = EVERY or functions_alive()
-        is_custom = is_walked and graphs.reach(loss, {*map(id, leaves)}).custom
-        on_host = plan.on_host and loss.is_cpu
+        inputs, others = self._restriction(loss, leaves)
+        on_host = self.plan.on_host and loss.is_cpu
         cotangent = torch.full_like(loss, seed, requires_grad=False)
         watch, watching = self.watch, list[Any]()
         try:
-            if ON:  # a module that runs in the backward pass has the right parameters
-                watch.custom = is_custom
+            if (
+                watch is not None
+            ):  # a module that runs in the backward pass has the right parameters
+                watch.custom = not inputs
                 watching.append(register_module_forward_pre_hook(watch.check))
                 if not watch.on_host:
                     watching.append(watch.task_of(loss))
-            with self.outside():
-                if is_custom:
-                    around = leaves, self.leaves.originals, self.gradient
-                    functions.run_unrestricted(loss, cotangent, on_host, *around)
-                elif plan.run is not None or type(loss) is not torch.Tensor:
-                    (plan.run or graphs.run)(loss, cotangent, leaves, on_host)
+            with others, self.outside():
+                if self.run is not None or not inputs or type(loss) is not torch.Tensor:
+                    (self.run or graphs.run)(loss, cotangent, inputs, on_host)
                 else:
                     engine = _private.ENGINE_ON_HOST if on_host else _private.ENGINE
                     how = {"allow_unreachable": True, "accumulate_grad": True}
@@ -323,6 +344,23 @@ class Window(ExitStack):
         finally:
             for handle in watching:
                 handle.remove()
+
+    def _restriction(
+        self, loss: torch.Tensor, leaves: tuple[torch.Tensor, ...]
+    ) -> tuple[tuple[torch.Tensor, ...], AbstractContextManager[None]]:
+        """(the leaves that a pass is restricted to, none if it runs as a whole; its context)."""
+        # A graph is walked where it may have functions written in Python, which may run backward
+        # passes of their own.
+        if self.runs_whole or EVERY or functions_alive():
+            found = graphs.reach(loss, {*map(id, leaves)})
+            if self.runs_whole or found.custom:
+                return (), functions.others_aside(self, found, leaves)
+        return leaves, nullcontext()
+
+    @cached_property
+    def around(self) -> list[torch.Tensor]:
+        """Leaves beside the window's that functions written in Python may reach."""
+        return functions.leaves_around(self.gradient, self.leaves.originals)
 
     def _count_writes(self, moving: Sequence[torch.Tensor] = ()) -> int:
         """A number that grows with everything that is added to the `.grad`s of the leaves."""
