@@ -6,39 +6,48 @@ pass is run, as in a loop by hand, and no leaf but the window's has another `.gr
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
+from torch_backend import graphs
 from torch_backend.engine.guards.aside import gradients_aside
 from torch_backend.engine.guards.recompute import recomputed
 from torch_backend.graphs import Reached
 from torch_backend.modules.closures import reachable
 
 
-def leaves_around(loss_fn: object, originals: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The leaves that a loss leads to, and those that the leaves of a window are made of."""
-    return [
-        tensor
-        for tensor in (*reachable(loss_fn), *originals)
-        if isinstance(tensor, torch.Tensor) and tensor.requires_grad and tensor.is_leaf
-    ]
+def restriction(
+    window: Any, loss: torch.Tensor, leaves: tuple[torch.Tensor, ...]
+) -> tuple[tuple[torch.Tensor, ...], AbstractContextManager[None]]:
+    """(the leaves that a pass of a window is restricted to, none if it runs as a whole; the context
+    of the pass).
+    """
+    found = graphs.reach(loss, {*map(id, leaves)})
+    if window.runs_whole or found.custom:
+        return (), _others_aside(window, found, leaves)
+    return leaves, nullcontext()
 
 
 @contextmanager
-def others_aside(window: Any, found: Reached, leaves: Sequence[torch.Tensor]) -> Iterator[None]:
-    """A context of a pass that is not restricted to these leaves of a window: all others have their
-    own `.grad`s afterwards. `found`: what the graph leads to.
+def _others_aside(window: Any, found: Reached, leaves: Sequence[torch.Tensor]) -> Iterator[None]:
+    """A context after which all other leaves have their own `.grad`s. `found`: what a graph leads
+    to.
 
     Raises FuncgaError if a tensor that a leaf is made of got a gradient instead of its leaf.
     """
-    own_ids, in_graph = {*map(id, leaves)}, {*map(id, found.foreign)}
+    own_ids, originals = {*map(id, leaves)}, window.leaves.originals
+    in_graph = {id(leaf): leaf for leaf in found.foreign}
     # Only passes that functions run by themselves reach what is not in the graph.
-    around = [*found.foreign, *(window.around if found.custom else ())]
-    others = {id(leaf): leaf for leaf in around if id(leaf) not in own_ids}
+    around = {
+        id(tensor): tensor
+        for tensor in (*reachable(window.gradient), *originals) if found.custom else ()
+        if isinstance(tensor, torch.Tensor) and tensor.requires_grad and tensor.is_leaf
+    }
+    others = {key: leaf for key, leaf in (in_graph | around).items() if key not in own_ids}
     with gradients_aside(others.values()):
         yield
-        written = {key for key, leaf in others.items() if leaf.grad is not None} - in_graph
-    if not written.isdisjoint(map(id, window.leaves.originals)):
+        written = {key for key, leaf in others.items() if leaf.grad is not None} - in_graph.keys()
+    if not written.isdisjoint(map(id, originals)):
         raise recomputed()
