@@ -40,9 +40,10 @@ def _others_aside(window: Any, found: Reached, leaves: Sequence[torch.Tensor]) -
     own_ids, originals = {*map(id, leaves)}, window.leaves.originals
     in_graph = {id(leaf): leaf for leaf in found.foreign}
     # Only passes that functions run by themselves reach what is not in the graph.
+    tensors: list[Any] = [*reachable(window.gradient), *originals] if found.custom else []
     around = {
         id(tensor): tensor
-        for tensor in (*reachable(window.gradient), *originals) if found.custom else ()
+        for tensor in tensors
         if isinstance(tensor, torch.Tensor) and tensor.requires_grad and tensor.is_leaf
     }
     others = {key: leaf for key, leaf in (in_graph | around).items() if key not in own_ids}
