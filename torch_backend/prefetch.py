@@ -2,13 +2,15 @@
 computed with.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 
 import torch
 
-from funcga._types import Tree
+from funcga._types import Scalar, Tree
 from torch_backend import trees
+
+Item = tuple[Tree, ...]
 
 
 def _stream(device: torch.device) -> torch.Stream | None:
@@ -20,27 +22,29 @@ def _stream(device: torch.device) -> torch.Stream | None:
     return torch.Stream(device)
 
 
-def moved(items: Iterator[tuple[Tree, ...]], device: torch.device) -> Iterator[tuple[Tree, ...]]:
-    """The items with their tensors on the device. Each is copied while the one before it is
-    computed with.
+def moved(
+    items: Iterator[Item], device: torch.device, weigh: Callable[[Item], Scalar]
+) -> Iterator[tuple[Item, Scalar]]:
+    """(item, its weight), with tensors on the device. Each is weighed where it is, so that nothing
+    waits for the copy, and copied while the one before it is computed with.
 
     Where the device has streams, a second one copies while kernels for the last item still run.
     From pinned memory the host does not wait for the copy either.
     """
     copies = _stream(device)
 
-    def begin() -> tuple[Tree, ...] | None:
+    def begin() -> tuple[Item, Scalar] | None:
         item = next(items, None)
         if item is None:
             return None
+        weight = weigh(item)
         leaves, structure = trees.flatten(item)
         with copies or nullcontext():
             leaves = [
                 leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf
                 for leaf in leaves
             ]
-        moved: tuple[Tree, ...] = trees.unflatten(structure, leaves)
-        return moved
+        return trees.unflatten(structure, leaves), weight
 
     item = begin()
     while item is not None:
