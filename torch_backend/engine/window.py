@@ -66,6 +66,7 @@ class Window(ExitStack):
     may_communicate = False  # whether other processes may wait for each backward pass
     # Whether no pass is restricted to the leaves, as what wraps a module has hooks elsewhere.
     runs_whole = False
+    watches = ON  # whether modules are looked at that run in backward passes
     may_fuse = True  # whether nothing else has to see the gradients of the present pass
     # Where Distributed merges the sums over replicas.
     merged: Callable[[Sums], Tree] | None = None
@@ -137,8 +138,7 @@ class Window(ExitStack):
                 self.noted = partial(recompute.noted, seen, inputs)
             elif keeps_parameters:
                 seen = None
-            watched = seen, inputs, plan.on_host, keeps_parameters
-            self.watch = recompute.Watch(*watched) if ON else None
+            self.watch = recompute.Watch(seen, inputs, plan.on_host, keeps_parameters)
             self.versions = [*map(_private.version, inputs)]
             self.push(stack.pop_all())
         return self
@@ -289,13 +289,13 @@ class Window(ExitStack):
         others: AbstractContextManager[None] = nullcontext()
         # A graph is walked where it may have functions written in Python, which may run backward
         # passes of their own.
-        if self.runs_whole or EVERY or functions_alive():
+        if self.runs_whole or functions_alive():
             inputs, others = functions.restriction(self, loss, leaves)
         on_host = self.plan.on_host and loss.is_cpu
         cotangent = torch.full_like(loss, seed, requires_grad=False)
         watch, hooks, task = self.watch, _private.FORWARD_PRE_HOOKS, None
         try:
-            if watch is not None:  # modules that run in the backward pass have the right parameters
+            if self.watches:  # a module that runs in the backward pass has the right parameters
                 watch.custom, hooks[watch] = not inputs, watch.check
                 if not watch.on_host:
                     task = watch.task_of(loss)
@@ -466,7 +466,9 @@ _kinds: tuple[str, list[Any]] = ("", [])
 
 
 def functions_alive() -> bool:
-    """Whether a node of such a function is alive, in the graph of a loss or in any other."""
+    """Whether a node of such a function is alive, in the graph of a loss or in any other, or every
+    graph is to be walked.
+    """
     global _kinds
     made, kinds = repr(_private.KINDS_MADE), _kinds
     if made != kinds[0]:
@@ -474,4 +476,4 @@ def functions_alive() -> bool:
     for kind in kinds[1]:  # a class that has died has no nodes
         if kind() is not None and sys.getrefcount(kind()) > graphs.NO_NODES:
             return True
-    return False
+    return EVERY
