@@ -8,6 +8,7 @@ parameters have the sums over the replicas as gradients, divided by the `scale`.
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import cached_property
 from math import prod
 
 import torch
@@ -56,6 +57,7 @@ class Wrapper:
         """The ids of the parameters whose gradients it reduces."""
         return set()
 
+    @cached_property
     def groups(self) -> list[list[dist.ProcessGroup]]:
         """For every wrapped part the process groups that its gradients are reduced over, the
         inner one first.
@@ -65,7 +67,7 @@ class Wrapper:
     def check(self) -> None:
         """Raises FuncgaError if its gradients cannot be computed like this."""
         ranks = [
-            " x ".join([str(Replicas(group).ranks) for group in groups]) for groups in self.groups()
+            " x ".join([str(Replicas(group).ranks) for group in groups]) for groups in self.groups
         ]
         if len({*ranks}) > 1:
             first, other = [*dict.fromkeys(ranks)][:2]
@@ -74,14 +76,14 @@ class Wrapper:
                 f"ranks {first} and {other}, so there is no one set of replicas to weigh "
                 f"micro-batches over. Give every part the same process group or mesh; {LET_FUNCGA}."
             )
-        if self.sync == "outer" and not (self.knows_outer and len(self.groups()[0]) == 2):
+        if self.sync == "outer" and not (self.knows_outer and len(self.groups[0]) == 2):
             raise no_outer_mesh(self.name)
 
     def replicas(self, across: Across) -> InTurn:
         """What a window is merged over, the inner group first. Raises FuncgaError if `across=`
         names anything else.
         """
-        groups = [Replicas(group) for group in self.groups()[0]]
+        groups = [Replicas(group) for group in self.groups[0]]
         if across is not None:
             named = replicas_of(across).ranks
             # On a mesh of two dimensions a process sees its own row and its own column.
@@ -94,16 +96,19 @@ class Wrapper:
                 )
         return InTurn(groups)
 
+    def reshard(self) -> None:
+        """Lets the module have the parameters that get gradients."""
+
     def leaves(self) -> dict[int, torch.Tensor]:
         """The leaves of a loss's graph in the place of the parameters, as far as they are there:
         each by the id of the parameter whose gradient comes to it on this replica.
         """
         return {}
 
-    @property
+    @cached_property
     def scale(self) -> float:
         """What sums have been divided by. Wrappers average, so it is the number of replicas."""
-        return float(prod(group.size() for group in self.groups()[0]))
+        return float(prod(group.size() for group in self.groups[0]))
 
     def sums_in(self, param: torch.Tensor) -> torch.dtype:
         """The dtype that gradients of a parameter are summed in over a window."""
@@ -112,8 +117,6 @@ class Wrapper:
     def window(self) -> AbstractContextManager[None]:
         """The context of a window: passes synchronise unless `waiting`, and the user's own sums are
         put aside.
-
-        In it the module's parameters are those that get the gradients.
         """
         return nullcontext()
 
@@ -187,6 +190,7 @@ class DDP(Wrapper):
                     "and use torch.autocast in loss_fn."
                 )
 
+    @cached_property
     def groups(self) -> list[list[dist.ProcessGroup]]:
         """One group each."""
         return [[ddp.process_group] for ddp in self.wrapped]

@@ -39,12 +39,12 @@ class FSDP2(Wrapper):
 
     def covered(self) -> set[int]:
         """All that are sharded or replicated by it."""
-        self._reshard()
+        self.reshard()
         return {
             id(param) for group in self.param_groups for param in _private.sharded_params(group)
         }
 
-    def _reshard(self) -> None:
+    def reshard(self) -> None:
         """Shards the parameters again. An evaluation may have left them unsharded, and they are
         other tensors then.
         """
@@ -58,6 +58,7 @@ class FSDP2(Wrapper):
             pair for group in self.param_groups for pair in _private.unsharded_params(group)
         )
 
+    @cached_property
     def groups(self) -> list[list[dist.ProcessGroup]]:
         """The group of the mesh, or for a mesh of two dimensions the one that shards, then the
         one that replicates.
@@ -81,7 +82,6 @@ class FSDP2(Wrapper):
 
         What the user's own backward passes have summed without synchronising is put aside.
         """
-        self._reshard()  # then the parameters are the sharded ones, DTensors
         # All of these values are put back when the window ends, including those that `_require`
         # changes meanwhile.
         groups = self.param_groups

@@ -51,6 +51,7 @@ class FSDP1(Wrapper):
         flats = [flat for part in self.parts for flat in private.params_of_fsdp1(part)[:1]]
         return {id(flat): flat for flat in flats}
 
+    @cached_property
     def groups(self) -> list[list[dist.ProcessGroup]]:
         """The group that shards, and for HYBRID_SHARD the one that replicates."""
         return [private.groups_of_fsdp1(part) for part in self.parts]
