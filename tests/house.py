@@ -47,7 +47,7 @@ TOOLS = {
     "scans over layers": (("funcga/tools/scan_layers/",), ()),
     "what XLA has made": (("funcga/tools/hlo/", "jax_backend/hlo.py"), ("scans over layers",)),
     "optimizers": (("funcga/tools/optimizers/",), ()),
-    "optax on tensors": (("funcga/tools/optax_on_tensors/",), ("trees of two frameworks",)),
+    "optax on tensors": (("funcga/tools/optax_on_tensors/",), ("trees of two frameworks", "optimizers")),
     "parity": (("funcga/tools/parity/",), ("verify", "optimizers")),
     "plan": (("funcga/tools/plan/",), ("what reports share",)),
     "packs": (("funcga/tools/pack/",), ()),

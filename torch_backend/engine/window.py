@@ -44,7 +44,6 @@ from torch_backend.engine.leaves import (
 from torch_backend.engine.plan import Plan, checked_whole, outside_of_autocast, plan_of
 from torch_backend.gradients import put_hooks, switched_off
 from torch_backend.modules import PureLoss
-from torch_backend.modules.layers import call_loss
 from torch_backend.modules.visits import Visit
 from torch_backend.sums import Sums
 
@@ -155,12 +154,12 @@ class Window(ExitStack):
         plan, own, loss, inputs = self.plan, self.own, self.gradient.loss_fn, self.inputs
         self.visit: AbstractContextManager[Any] = nullcontext(loss)
         if own is not None:
-            parts: Any = own.walk.trained  # that walk has just found the parameters
-            stack.enter_context(gradients_aside(inputs, parts[0].ids))
-            self.visit = nullcontext(partial(call_loss, loss, own.module))
+            # That walk has just found the parameters.
+            stack.enter_context(gradients_aside(inputs, own.walk.parts.ids))
+            self.visit = nullcontext(partial(loss, own.module))
         elif isinstance(loss, PureLoss) and 0 not in plan.moving:
             params = self.leaves.trees.get(0, self.arguments.parts[0].value)
-            self.visit = self.visits = loss.entered(params, recorded=True)
+            self.visit = self.visits = Visit(loss, params, recorded=True)
             if not (is_stream or loss.buffers):
                 self.visit = nullcontext(stack.enter_context(self.visits))
         if plan.watches:

@@ -40,7 +40,6 @@ from torch_backend.loop import (
     weights_of,
 )
 from torch_backend.modules import PureLoss
-from torch_backend.modules.layers import call_loss
 from torch_backend.randomness import devices_of, generator_states, put_generator_states
 from torch_backend.reduce import reductions_of
 from torch_backend.sums import Sums
@@ -113,8 +112,8 @@ class _Parameters:
             return wraps(summary_fn, updated=())(of_arguments)
 
         def of_module(module: torch.nn.Module, *batch: Tree, **kwargs: Tree) -> Tree:
-            summarise = lambda *args, **kwargs: call_loss(
-                summary_fn.loss_fn, module, *args[len(params) :], **kwargs
+            summarise = lambda *args, **kwargs: summary_fn.loss_fn(
+                module, *args[len(params) :], **kwargs
             )
             return loss(summarise, (*params, *batch), kwargs)
 
@@ -204,7 +203,7 @@ class _FirstPass(Called):
         summarise: Any = parameters.summary_fn
         tensors = trees.flatten(call)[0]
         if own is not None:
-            summarise = partial(call_loss, own.loss_fn, own.module)
+            summarise = partial(own.loss_fn, own.module)
             tensors += own.parameters()
         across = parameters.owner.merged_over(job.program.across)
         program = job.first(grad_fn=summarise, across=across)
