@@ -24,6 +24,11 @@ from funcga.folds import Fold
 from funcga.normalizers import identity
 from funcga.reducers import weighted
 from funcga.tools.coupled import Coupled, Summaries
+from funcga.tools.random_states.in_torch import (
+    devices_of,
+    generator_states,
+    put_generator_states,
+)
 from torch_backend import arrays, trees
 from torch_backend.arrays import recording_loss
 from torch_backend.engine.alone import value_of
@@ -40,7 +45,6 @@ from torch_backend.loop import (
     weights_of,
 )
 from torch_backend.modules import PureLoss
-from torch_backend.randomness import devices_of, generator_states, put_generator_states
 from torch_backend.reduce import reductions_of
 from torch_backend.sums import Sums
 from torch_backend.wrapped.gradient import ModuleGradient
