@@ -34,7 +34,7 @@ from torch_backend.engine.plan import Plan, Plans, call_key
 from torch_backend.engine.window import Window
 from torch_backend.modules.checks import check_not_wrapped, modules_in
 from torch_backend.modules.layers import Walk
-from torch_backend.prefetch import moved
+from torch_backend.prefetch import moved as moved
 from torch_backend.reduce import reductions_of
 from torch_backend.reduce.agreement import progress_of
 from torch_backend.reduce.telling import telling as telling_windows
@@ -52,8 +52,8 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
         if source.gradient is not None:
             key = call_key(source.params, flat, tuple(kwargs))
             plan = plans.get(key) if isinstance(plans, Plans) else None
-        if job.totals is not None:
-            kwargs = job.totals.counted(job, backend, args, kwargs)
+        if job.prologue is not None:
+            kwargs = begin(job, backend, args, kwargs)
         if plan is not None and plan.parts is not None:
             cuts, devices = plan.cuts, plan.devices
             known = zip(plan.parts, args, flat, strict=True)
@@ -83,6 +83,15 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
         return job.observers.observed(job, result, kwargs, None if cuts else arguments)
 
     return fold if "torch._dynamo" not in sys.modules else _not_traced(fold, program)
+
+
+def begin(
+    program: Program, backend: Backend, args: tuple[Tree, ...], kwargs: dict[str, Tree]
+) -> dict[str, Tree]:
+    """The keyword arguments of grad_fn, once the prologue of the program has run."""
+    fold = lambda program, args: accumulate(program, backend)(args, {})
+    named: dict[str, Tree] = program.prologue(program, backend, fold, args, kwargs)
+    return named
 
 
 def run_window(
@@ -124,11 +133,7 @@ def stream(program: Program, backend: Backend) -> Callable[..., Any]:
         source, plans, state = Source(program, backend), program.memory.keep(Plans), list[Any]()
         job, flat = source.program, [*map(trees.flatten, leading)]
         if job.device is not None:
-            device = torch.device(job.device)
-            items = moved(_with_weights(job, backend, leading, items), device)
-            if job.totals is not None:
-                ((totals,),) = moved(iter([(kwargs["totals"],)]), device)
-                kwargs = {**kwargs, "totals": totals}
+            items = moved(_with_weights(job, backend, leading, items), job.device)
         window: Any = None
         plan, key, nothing = None, None, None
         with ExitStack() as stack:
@@ -451,8 +456,8 @@ def telling(programs: Sequence[Program], backend: Backend) -> AbstractContextMan
     program = programs[0]
     if not (isinstance(program.grad_fn, ModuleGradient) or are_processes(program.across)):
         return None
-    if program.totals is not None:
-        programs = [program.totals.counting(program, backend), *programs]
+    if program.prologue is not None:
+        programs = [program.prologue.program(program, backend), *programs]
     context: AbstractContextManager[object] = untraced(telling_windows)(
         [(progress_of(each.memory), partial(_given_up, each, backend)) for each in programs]
     )
