@@ -76,7 +76,7 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
             arguments, kwargs = window.prepared(arguments, kwargs)
             result = run_window(window, arguments, kwargs, cuts, devices, weights)
         if cuts and key is not None and window.plan is not plan:
-            new = window.plan.with_cuts(arguments, flat, cuts, devices)
+            new = window.plan.with_cuts(arguments, cuts, devices)
             program.memory.keep(Plans).put(key, new)
         if job.observers is None:
             return result

@@ -29,7 +29,7 @@ from torch_backend.arrays import recording_loss
 from torch_backend.engine.alone import value_of
 from torch_backend.engine.called import Called
 from torch_backend.engine.distributed import with_a_blank_row
-from torch_backend.engine.leaves import Own, any_requires_grad, detached
+from torch_backend.engine.leaves import Own, any_requires_grad
 from torch_backend.engine.plan import Plans, call_key
 from torch_backend.loop import (
     Source,
@@ -323,7 +323,7 @@ class _SecondPass:
         torch.clear_autocast_cache()
         loss, aux, grad_of = _differentiated(first.parameters, params, summaries, variables)
         torch.clear_autocast_cache()
-        self.loss, self.aux = loss.detach(), detached(aux, recorded=True)
+        self.loss, self.aux = loss.detach(), trees.detached(aux, recorded=True)
         self.of_params = [grad_of.get(leaf) for leaf in trees.flatten(params)[0]]
         of_variables = {index: grad_of.pop(leaf, None) for index, leaf in variables.items()}
         if wrapper is not None and wrapper.in_step and grad_of:
