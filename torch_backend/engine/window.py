@@ -171,9 +171,9 @@ class Window(ExitStack):
         for index, part in enumerate(arguments.parts):
             if index in of_leaves:
                 part = part._replace(value=of_leaves[index])
-            elif part.axes and index not in self.plan.moving:
+            elif part.axes:
                 part = part._replace(leaves=trees.detached_leaves(part.leaves, True))
-            elif not part.axes:
+            else:
                 part = part._replace(value=trees.detached(part.value, True))
             parts.append(part)
         if kwargs:
@@ -249,7 +249,7 @@ class Window(ExitStack):
         # Autograd adds to the sums if one cotangent is right for all of them: the weight, or 1 for
         # sums without weights. Else the gradients are taken, and each is folded in as it has to be.
         seed = share if folding.are_weighted else 1.0
-        is_lent = folding.lends and (folding.are_alike or share == 1)
+        is_lent = folding.lends and (len(folding.ways) < 2 or share == 1)
         is_lent = is_lent and (seed in (1, self.share) or self._takes(seed, loss.dtype))
         if not is_lent:
             seed, self.begun = float(counts), False
@@ -335,14 +335,16 @@ class Window(ExitStack):
         self.takes_weights = plan.takes_weights and not (plan.autocast or self.hooked)
         is_known = loss.dtype is plan.loss_dtype and type(loss) is torch.Tensor
         sums = Sums(plan.folding if is_known else bound.folding_of(self, loss, aux))
-        if self.even and sums.folding.are_means and self.takes_weights:
+        folding = sums.folding
+        are_means = folding.lends and folding.are_weighted and not folding.normalized
+        if self.even and are_means and self.takes_weights:
             sums.unit, self.share = self.even
         self.held = [None] * len(self.inputs)
-        if sums.folding.wide:
+        if folding.lends and folding.wide:
             # A wider sum begins with zeros: autograd could only begin it in the leaf's dtype.
-            for at, dtype in sums.folding.wide:
+            for at, dtype in folding.wide:
                 total = torch.zeros_like(self.inputs[at], dtype=dtype, requires_grad=False)
-                self.held[at] = sums.of[sums.folding.grads[at]] = total
+                self.held[at] = sums.of[folding.grads[at]] = total
             self._hold(self.held)
             self.writes = self._count_writes()
         return sums
