@@ -110,7 +110,7 @@ class Window(ExitStack):
         with ExitStack() as stack:
             with recording():
                 whole = known.whole if known else checked_whole(parts, gradient, own)
-                leaves = self.leaves_of({index: parts[index].value for index in whole})
+                leaves = self.leaves_of(whole, [part.value for part in parts])
             self.leaves, inputs = leaves, leaves.inputs
             plan = self.plan = known or plan_of(gradient, parts, leaves, own)
             if plan.hooked:
@@ -139,15 +139,16 @@ class Window(ExitStack):
             self.push(stack.pop_all())
         return self
 
-    def leaves_of(self, arguments: dict[int, Tree]) -> Leaves:
-        """Leaves of these arguments, which share their memory; None stays None. Raises FuncgaError
+    def leaves_of(self, indices: Sequence[int], args: Sequence[Tree]) -> Leaves:
+        """Leaves of the arguments of these indices, which share their memory; None stays None. Raises FuncgaError
         for what cannot be differentiated. A module's own parameters are leaves themselves.
         """
         if self.own is not None:
             params: list[torch.Tensor] = [*self.own.params.values()]
             return Leaves({OWN: self.own.params}, params, [*params])
         found = Leaves({}, [], [])
-        for index, tree in arguments.items():
+        for index in indices:
+            tree = args[index]
             originals, structure = trees.flatten(tree)
             present = [original for original in originals if original is not None]
             try:
@@ -404,7 +405,7 @@ class Window(ExitStack):
         self, args: tuple[Tree, ...]
     ) -> tuple[tuple[Tree, ...], list[torch.Tensor]]:
         """The arguments of a micro-batch with leaves of those that it alone has, and these."""
-        leaves = self.leaves_of({index: args[index] for index in self.plan.moving})
+        leaves = self.leaves_of(self.plan.moving, args)
         put_hooks(leaves.originals, leaves.inputs)
         self.moving_trees = leaves.trees
         args = tuple([self.moving_trees.get(index, arg) for index, arg in enumerate(args)])
