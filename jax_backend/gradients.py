@@ -16,8 +16,6 @@ from funcga._types import Array, GradFn, LossFn, Tree
 from funcga.errors import FuncgaError
 from jax_backend import _private, arrays, trees
 
-as_function_of_params = "model.apply(params, x)"
-
 
 def value_and_grad(loss_fn: LossFn, arg_indices: tuple[int, ...]) -> GradFn:
     """A function that returns ((value, aux), grads) of one that returns (value, aux); grads has

@@ -598,8 +598,3 @@ def telling(programs: Sequence[Program], backend: Backend) -> AbstractContextMan
     processes are told of an error; None if they are folded by one process, or one program.
     """
     return None
-
-
-def is_traced(tree: Tree) -> bool:
-    """Whether these arguments belong to a program that is being compiled."""
-    return is_tracing()

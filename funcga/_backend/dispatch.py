@@ -73,7 +73,7 @@ def backend_of(trees: Sequence[Tree], names: Callable[[], Sequence[str]]) -> Bac
     """
     loaded = [_LOADED.get(name) or load(name) for name in ("torch", "jax") if sys.modules.get(name)]
     # With one framework nothing can be mixed.
-    if len(loaded) == 1 and any(map(loaded[0].arrays.owns, trees)):
+    if len(loaded) == 1 and any(map(loaded[0].arrays.is_array, trees)):
         return loaded[0]
     # First arrays of one framework alone; then those that it accepts, as JAX does NumPy arrays.
     for takes_as_it_is, backend in product((False, True), loaded):

@@ -319,7 +319,7 @@ def _result_dtype(fold: Fold, leaf_dtype: Dtype, accumulator_dtype: Dtype, array
             return accumulator_dtype
         # What the framework makes of a quotient: float64 for integers of 64 bits in JAX, torch's
         # default dtype in torch. Of at least 32 bits, as counts in bfloat16 would be rounded.
-        quotient = arrays.cast(arrays.integer(1), accumulator_dtype) / 1
+        quotient = arrays.cast(1, accumulator_dtype) / 1
         return arrays.accumulator_dtype(quotient.dtype)
     # A maximum of bools is a bool, a sum of them a number.
     selects = reducer.dtype is None and reducer.unweighted and reducer.monoid.collective != "sum"

@@ -164,8 +164,8 @@ def empty(outputs: Outputs, accumulators: Sequence[Reduced]) -> Accumulation:
     is_wide = any(fold is not None and fold.is_wide for fold in outputs.folds)
     # Each number is an array of its own, as one buffer cannot be donated twice.
     zero, unit = arrays.addends(0, is_wide), arrays.addends(1, is_wide)[0]
-    tally = Tally(zero, arrays.integer(0))
-    return Accumulation(outputs, accumulators, tally, unit, arrays.integer(0))
+    steps, rejected = (arrays.cast(0, arrays.xp.int32) for _ in range(2))
+    return Accumulation(outputs, accumulators, Tally(zero, steps), unit, rejected)
 
 
 class AccumulatorState(NamedTuple):
@@ -234,10 +234,8 @@ class Accumulator:
         outputs, leaves = bind_outputs(self.fold, like, backend)
         # Dtypes and structure are kept as 0-d arrays: unlike a dtype, an array passes through
         # jit.
-        zero, zeros_like = backend.arrays.integer(0), backend.arrays.xp.zeros_like
-        dtype_marks = [
-            None if dtype is None else zeros_like(zero, dtype=dtype) for dtype in outputs.dtypes
-        ]
+        cast = backend.arrays.cast
+        dtype_marks = [None if dtype is None else cast(0, dtype) for dtype in outputs.dtypes]
         window = empty(outputs, outputs.identities(leaves))
         return _state_of(window, outputs.structure_of(dtype_marks))
 

@@ -443,7 +443,7 @@ class Window(ExitStack):
         if ON and (is_changed or self.own is not None or self.visits is not None):
             unchanged.check(self)
         if self.unreached and not self.gradient.reached:
-            raise self.gradient.unreached(self.plan.count, self.backend)
+            raise self.gradient.unreached(self.plan.count)
 
     def result(self) -> Tree:
         """The normalised result, in the structure of grad_fn's output."""

@@ -176,9 +176,10 @@ class DroppingUpdates(Dropping):
             # Without an update the folded ones are dropped, too. An empty window, flushed inside
             # of jit, does not count.
             keep, is_filled = keep & (rejected == 0), arrays.as_array(steps + rejected > 0)
-            emitted, zero = arrays.as_array(keep), arrays.integer(0)
-            microbatches = microbatches + arrays.xp.where(emitted, zero, arrays.integer(steps))
-            windows = windows + arrays.xp.where(emitted, zero, arrays.integer(is_filled))
+            emitted, integer = arrays.as_array(keep), arrays.xp.int32
+            zero, steps = arrays.cast(0, integer), arrays.cast(steps, integer)
+            microbatches = microbatches + arrays.xp.where(emitted, zero, steps)
+            windows = windows + arrays.xp.where(emitted, zero, arrays.cast(is_filled, integer))
         return arrays.scalar(keep) if arrays.is_array(keep) else keep, dropped._replace(
             microbatches=microbatches, windows=windows
         )
