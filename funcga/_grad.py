@@ -3,13 +3,13 @@
 import functools
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, overload
 
 from funcga._backend import Arrays, Backend
 from funcga._backend.dispatch import backend_of, load_imported
 from funcga._backend.prefixes import leaf_paths
-from funcga._call import KnownGradient, Memory, Program
+from funcga._call import KnownGradient, Memory
 from funcga._call.arguments import argument_names
 from funcga._fold import as_number, is_quantity
 from funcga._types import Array, GradFn, LossFn, P, R, Scalar, Tree
@@ -335,11 +335,3 @@ def _gradient_function(
     check_callable(loss_fn, "loss_fn", "loss_fn(params, *batch) -> scalar")
     load_imported()  # no import is left for the first call, which torch.compile may be tracing
     return GradientFunction(loss_fn, argnums, has_aux, with_value, scaled)
-
-
-def bound(program: Program, backend: Backend) -> Program:
-    """The program with the framework's gradient function, made once."""
-    # Those of other libraries work unchanged.
-    if isinstance(program.grad_fn, GradientFunction):
-        return replace(program, grad_fn=program.grad_fn.bound(backend))
-    return program

@@ -107,6 +107,19 @@ def requiring_across(names: tuple[str, ...]) -> Iterator[None]:
         REPLICATED.reset(token)
 
 
+@contextmanager
+def merging_over(across: Across | None) -> Iterator[Replicas | None]:
+    """A context for a fold over the replicas that `across=` names, in which a fold inside of
+    grad_fn needs none.
+    """
+    if across is None and REPLICATED.get() is None:
+        yield None
+        return
+    replicas = replicas_of(across)
+    with requiring_across(()):
+        yield replicas
+
+
 def replicas_of(across: Across | None) -> Replicas | None:
     """The replicas that `across=` names; FuncgaError if it names none."""
     step = REPLICATED.get()
