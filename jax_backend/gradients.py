@@ -3,6 +3,7 @@ optax.
 """
 
 import importlib
+import sys
 from functools import cache
 from types import ModuleType
 
@@ -22,6 +23,8 @@ def value_and_grad(loss_fn: LossFn, arg_indices: tuple[int, ...]) -> GradFn:
     a tree an index.
     """
     transform = jax.value_and_grad(loss_fn, argnums=arg_indices, has_aux=True)
+    if trees.NNX not in sys.modules:
+        return transform
 
     def of_trained(*args: Tree, **kwargs: Tree) -> Tree:
         trees.check_trained([args[arg_index] for arg_index in arg_indices])

@@ -5,8 +5,9 @@ for each. Both trace `_evaluate`, begin with `_begin`, fold a micro-batch by `St
 replicas in `_merged`, and normalise in `_finished`.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -117,7 +118,8 @@ def fold_batch(
             first += count * size
         if narrow is not None:
             chunks = [sharding.in_order(outputs, spread.blocks, sizes, chunks)]
-        folded = spread.pinned(outputs, folded)
+        if spread.arguments:
+            folded = spread.pinned(outputs, folded)
         return outputs, _merged(outputs, replicas, folded, chunks, unit), spread
 
 
@@ -176,7 +178,8 @@ def _evaluate(
     # Those of other libraries work unchanged.
     if isinstance(grad_fn, GradientFunction):
         grad_fn = grad_fn.bound(backend)
-    with trees.check_unchanged((whole, kwargs)):
+    uses_nnx = trees.NNX in sys.modules
+    with trees.check_unchanged((whole, kwargs)) if uses_nnx else nullcontext():
         value = grad_fn(*args, **kwargs)
     if program.observers is not None:
         value = (
@@ -359,8 +362,9 @@ def _begin(
     folded = Folded(identities, total, state)
     if dropping is not None:
         folded = load("dropping.in_jax", "drop=").begun(folded, dropping)
-    pinned: Folded = spread.pinned(outputs, folded)
-    return pinned
+    if spread.arguments:
+        folded = spread.pinned(outputs, folded)
+    return folded
 
 
 def _merged(
@@ -510,7 +514,9 @@ class _Stream:
         traced = self._traced(call, folded.state)
         step = _step(self.program, self._arguments(call), outputs, traced)
         folded, collected = step.add(folded, None)
-        return spread.pinned(outputs, folded), collected
+        if spread.arguments:
+            folded = spread.pinned(outputs, folded)
+        return folded, collected
 
     def _finish(
         self, outputs: Outputs, replicas: Replicas | None, folded: Folded, chunks: Any, kwargs: Any
