@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, overload
 
 from funcga._backend import Arrays, Backend
-from funcga._backend.dispatch import backend_of, load_imported
+from funcga._backend.dispatch import backend_of, import_backends
 from funcga._backend.prefixes import leaf_paths
 from funcga._call import KnownGradient, Memory
 from funcga._call.arguments import argument_names
@@ -333,5 +333,5 @@ def _gradient_function(
     loss_fn: LossFn, argnums: int | tuple[int, ...], has_aux: bool, with_value: bool, scaled: bool
 ) -> GradientFunction:
     check_callable(loss_fn, "loss_fn", "loss_fn(params, *batch) -> scalar")
-    load_imported()  # no import is left for the first call, which torch.compile may be tracing
+    import_backends()  # no import is left for the first call, which torch.compile may be tracing
     return GradientFunction(loss_fn, argnums, has_aux, with_value, scaled)

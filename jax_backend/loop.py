@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -79,21 +79,23 @@ def fold_batch(
 ) -> tuple[Outputs, Folded, Spread]:
     """The folds over a batch before they are normalised, and the Spread that was used."""
     with merging_over(program.across) as replicas:
-        args, kwargs = varying((args, kwargs), replicas)
+        if replicas is not None:
+            args, kwargs = varying((args, kwargs), replicas)
         arguments = program.read(args, backend)
         rows = arguments.rows()
         sizes = groups(rows, program.n, program.microbatch_size)
         narrow = None
         if spread.blocks > 1 and all(size % spread.blocks == 0 for _, size in sizes):
             narrow = partial(sharding.rows_of_blocks, spread.blocks)
-        # Each micro-batch weighs its rows, unless some may be dropped.
-        is_known = program.weight is None and program.dropping is None
+        # A number of rows is a weight: a Python number, which XLA fuses with the addition.
+        weights = [jnp.asarray(size) if is_symbolic_dim(size) else size for _, size in sizes]
 
         def trace(size: int, state: State) -> Traced:
-            run = partial(_evaluate, program, arguments, kwargs, size, narrow, is_known)
+            call = program, arguments, kwargs, size, narrow
             # jit, so that grad_fn is traced once for both the shapes and the loop; inline, so that
-            # no call remains.
-            return Traced.of(jax.jit(run, inline=True), jnp.int32(0), state)
+            # no call remains. No partial, of whose arguments jit makes a text.
+            run = jax.jit(lambda start, state: _evaluate(*call, start, state), inline=True)
+            return Traced(run, *jax.make_jaxpr(run, return_shape=True)(jnp.int32(0), state))
 
         state, first, size = [*map(arrays.without_weak_type, arguments.state)], 0, sizes[0][1]
         traced = trace(size, state)
@@ -103,15 +105,16 @@ def fold_batch(
             narrow, spread = None, replace(spread, blocks=1)
             traced = trace(size, state)
         total, unit = arrays.tally(0, steps=0), None
-        if is_known:  # so not counted in the loop
+        if program.weight is None and program.dropping is None:  # so not counted in the loop
             total = arrays.tally(rows, sum(count for count, _ in sizes))
             # With equal rows as the unit each micro-batch weighs 1, so that XLA adds every gradient
             # in place. Else a power of 2, by which division is exact.
-            unit = _weight(size) * 1.0 if len(sizes) == 1 else 2.0 ** (size.bit_length() - 1)
+            unit = weights[0] * 1.0 if len(sizes) == 1 else 2.0 ** (size.bit_length() - 1)
         folded, chunks = _begin(outputs, spread, traced, state, total, program.dropping), []
-        for count, size in sizes:  # one or two sizes, and a scan for each
+        # One or two sizes, and a scan for each.
+        for (count, size), weight in zip(sizes, weights, strict=True):
             traced = trace(size, folded.state) if first else traced
-            step = _step(program, arguments, outputs, traced, _weight(size), unit)
+            step = _step(program, arguments, outputs, traced, weight, unit)
             starts = first + size * jnp.arange(count, dtype=jnp.int32)
             folded, collected = _scan(step, folded, traced.program, starts)
             chunks.append(collected)
@@ -121,11 +124,6 @@ def fold_batch(
         if spread.arguments:
             folded = spread.pinned(outputs, folded)
         return outputs, _merged(outputs, replicas, folded, chunks, unit), spread
-
-
-def _weight(rows: Scalar) -> Scalar:
-    """The weight of so many rows: a Python number, which XLA fuses with the addition."""
-    return jnp.asarray(rows) if is_symbolic_dim(rows) else rows
 
 
 def _scan(
@@ -155,7 +153,6 @@ def _evaluate(
     kwargs: Kwargs,
     size: int | None,
     narrow: Callable[..., jax.Array] | None,
-    is_known: bool,
     start: Scalar,
     state: State,
 ) -> tuple[Tree, Tally | None]:
@@ -164,8 +161,9 @@ def _evaluate(
     """
     args, backend = arguments.cut(start, size, state, narrow), arguments.backend
     tally, remake, grad_fn = None, lambda leaf: leaf, program.grad_fn
-    if not is_known:
-        weight = program.weigh(arguments, args, _weight(size))
+    # Each micro-batch weighs its rows, unless some may be dropped.
+    if size is None or program.weight is not None or program.dropping is not None:
+        weight = program.weigh(arguments, args, size)
         if jax.dtypes.canonicalize_dtype(np.float64) != np.float64:
             check_narrow(weight)
         tally = arrays.tally(weight)
@@ -211,11 +209,6 @@ class Traced(NamedTuple):
     run: Callable[..., tuple[Tree, Tally | None]]
     program: "ClosedJaxpr"
     types: tuple[Tree, Tally | None]
-
-    @classmethod
-    def of(cls, run: Callable[..., tuple[Tree, Tally | None]], start: Scalar, state: State) -> Self:
-        """The function traced."""
-        return cls(run, *jax.make_jaxpr(run, return_shape=True)(start, state))
 
 
 # -- the fold of a micro-batch
@@ -407,9 +400,10 @@ def _finished(program: Program, outputs: Outputs, folded: Folded, kwargs: Kwargs
         result = load("totals.in_jax", "totals=").nan_if_overflown(result, kwargs["totals"])
     # Raises FuncgaError, which names the leaf, for a result that is lost where the host sees it.
     lost: list[jax.Array] = []
-    for leaf_index, fold, reduced in triples if outputs.may_be_lost else ():
-        path = lambda leaf_index=leaf_index: outputs.paths()[leaf_index]
-        lost += fold.check_known(reduced, folded.total, path)
+    for leaf_index, fold, reduced in triples:
+        if fold.fold.normalizer.lost is not None:
+            path = lambda leaf_index=leaf_index: outputs.paths()[leaf_index]
+            lost += fold.check_known(reduced, folded.total, path)
     return result, lost
 
 
@@ -461,7 +455,8 @@ class _Stream:
     def fold(self, leading: Args, microbatches: Iterator[Args], kwargs: Kwargs) -> Tree:
         """The fold over the micro-batches; each is released once it is folded."""
         with merging_over(self.program.across) as replicas:
-            leading, kwargs = varying((leading, kwargs), replicas)
+            if replicas is not None:
+                leading, kwargs = varying((leading, kwargs), replicas)
             device = None if self.program.device is None else arrays.device(self.program.device)
             if device is not None and self.program.totals is not None:
                 kwargs = {**kwargs, "totals": _moved(kwargs["totals"], device)}
@@ -473,7 +468,8 @@ class _Stream:
             for item in microbatches:
                 if device is not None:
                     item = _moved(item, device)  # the copy runs while the last step does
-                item = varying(item, replicas)
+                if replicas is not None:
+                    item = varying(item, replicas)
                 if folded is None:
                     spread = sharding.spread_of((*leading, *item))
                     folded, bound = self.begin((spread,), leading, kwargs, item)
@@ -532,10 +528,11 @@ class _Stream:
 
     def _run(self, call: tuple[Tree, ...], state: State) -> tuple[Tree, Tally | None]:
         arguments, (_, kwargs, _) = self._arguments(call), call
-        return _evaluate(self.program, arguments, kwargs, None, None, False, 0, state)
+        return _evaluate(self.program, arguments, kwargs, None, None, 0, state)
 
     def _traced(self, call: tuple[Tree, ...], state: State) -> Traced:
-        return Traced.of(lambda start, state: self.run(call, state), None, state)
+        run = lambda start, state: self.run(call, state)
+        return Traced(run, *jax.make_jaxpr(run, return_shape=True)(None, state))
 
 
 @jax.tree_util.register_static

@@ -194,13 +194,11 @@ def listed(names: Iterable[str]) -> str:
     return " and ".join(f'"{name}"' for name in names)
 
 
-def varying(tree: Tree, replicas: Replicas | None) -> Tree:
+def varying(tree: Tree, replicas: Replicas) -> Tree:
     """The tree with its arrays marked as varying over the replicas, as JAX sums gradients of
     arrays that do not vary. Python floats become arrays, as they may be differentiated; all else
     stays.
     """
-    if replicas is None:
-        return tree
 
     # Else gradients would be summed over the devices at every micro-batch.
     def mark(leaf: Array) -> Array:

@@ -10,7 +10,7 @@ from typing import Any, TypedDict, TypeVar
 
 from funcga import normalizers, reducers
 from funcga._backend import Backend
-from funcga._backend.dispatch import backend_of, load_imported
+from funcga._backend.dispatch import backend_of, import_backends, load_imported
 from funcga._call.arguments import Arguments, argument_names, read_arguments
 from funcga._call.supported import ANY, MODULE, check_supported
 from funcga._fold import check_weight
@@ -304,7 +304,7 @@ def read_program(
     if totals is not None:
         counted = load("totals", "totals=").Totals(totals, across is not None)
     # Imported now, as torch.compile may trace the first call.
-    load_imported()
+    import_backends()
     is_told = across is not None or (owner is not None and owner.kind != MODULE)
     memory = Memory()
     if is_told:

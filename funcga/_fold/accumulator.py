@@ -133,12 +133,10 @@ class Accumulation(NamedTuple):
         result is lost.
         """
         outputs, total = self.outputs, self.total
-        if outputs.may_be_lost:
-            pairs = zip(outputs.folds, self.accumulators, strict=True)
-            for leaf_index, (fold, accumulator) in enumerate(pairs):
+        for leaf_index, fold in enumerate(outputs.folds):
+            if fold is not None and fold.fold.normalizer.lost is not None:
                 path = lambda leaf_index=leaf_index: outputs.paths(name)[leaf_index]
-                if fold is not None:
-                    fold.check_known(accumulator, self.tally, path)
+                fold.check_known(self.accumulators[leaf_index], self.tally, path)
         # A mean is divided by the weight in the unit of its sum.
         arrays = outputs.backend.arrays
         steps, share = arrays.scalar(self.tally.steps), total / arrays.scalar(self.unit)
