@@ -228,7 +228,9 @@ class Into(NamedTuple):
         """The accumulator, or a row of it, with a value."""
         if self.factor is not None:
             before = jax.tree.map(lambda part: part * self.factor.astype(part.dtype), before)
-        return self.fold.combine(before, self.fold.lift(value, self.weight))
+        return self.fold.fold.reducer.monoid.combine(
+            jnp, before, self.fold.lift(value, self.weight)
+        )
 
 
 class Weighed(NamedTuple):
@@ -343,15 +345,14 @@ def _begin(
     identities = []
     for leaf_index, fold in zip(outputs.reduced, outputs.reduced_folds, strict=True):
         aval: ShapedArray = traced.program.out_avals[leaf_index]
-        identity = fold.identity(arrays.zeros(aval))
-        if not aval.sharding.mesh.empty:  # sharded and varying alike
-            identity = jax.tree.map(
-                lambda part, aval=aval: (
-                    arrays.typed(part, aval) if part.shape == aval.shape else part
-                ),
-                identity,
-            )
-        identities.append(identity)
+        if aval.sharding.mesh.empty:
+            identities.append(fold.identity(aval))
+            continue
+        # Sharded and varying alike.
+        typed = lambda part, aval=aval: (
+            arrays.typed(part, aval) if part.shape == aval.shape else part
+        )
+        identities.append(jax.tree.map(typed, fold.identity(arrays.zeros(aval))))
     folded = Folded(identities, total, state)
     if dropping is not None:
         folded = load("dropping.in_jax", "drop=").begun(folded, dropping)
