@@ -41,7 +41,6 @@ from torch_backend.engine.leaves import (
 from torch_backend.engine.plan import Plan, checked_whole, outside_of_autocast, plan_of
 from torch_backend.gradients import put_hooks, switched_off
 from torch_backend.modules import PureLoss
-from torch_backend.modules.layers import call_loss
 from torch_backend.modules.visits import Visit
 from torch_backend.sums import Sums
 
@@ -117,12 +116,12 @@ class Window(ExitStack):
                 put_hooks(leaves.originals, inputs)
             self.inputs, self.loss_fn = inputs, gradient.loss_fn
             if own is not None:
-                walked: Any = own.walk.trained  # that walk has just found the parameters
-                stack.enter_context(gradients_aside(inputs, walked[0].ids))
-                self.loss_fn = partial(call_loss, gradient.loss_fn, own.module)
+                # That walk has just found the parameters.
+                stack.enter_context(gradients_aside(inputs, own.walk.parts.ids))
+                self.loss_fn = partial(gradient.loss_fn, own.module)
             elif isinstance(gradient.loss_fn, PureLoss) and 0 not in plan.moving:
                 named: Any = leaves.trees.get(0, parts[0].value)
-                self.visits = gradient.loss_fn.entered(named, recorded=True)
+                self.visits = Visit(gradient.loss_fn, named, recorded=True)
             if plan.watches:
                 stack.enter_context(grads_watched(leaves.originals))
             if plan.autocast:
@@ -434,7 +433,7 @@ class Window(ExitStack):
         if ON and (is_changed or self.own is not None or self.visits is not None):
             unchanged.check(self)
         if self.unreached and not self.gradient.reached:
-            raise self.gradient.unreached(self.plan.count, self.backend)
+            raise self.gradient.unreached(self.plan.count)
 
     def result(self) -> Tree:
         """The normalised result, in the structure of grad_fn's output."""
