@@ -139,8 +139,9 @@ class Window(ExitStack):
         return self
 
     def leaves_of(self, indices: Sequence[int], args: Sequence[Tree]) -> Leaves:
-        """Leaves of the arguments of these indices, which share their memory; None stays None. Raises FuncgaError
-        for what cannot be differentiated. A module's own parameters are leaves themselves.
+        """Leaves of the arguments of these indices, which share their memory; None stays None. A
+        module's own parameters are leaves themselves. Raises FuncgaError for what cannot be
+        differentiated.
         """
         if self.own is not None:
             params: list[torch.Tensor] = [*self.own.params.values()]
