@@ -89,7 +89,7 @@ def without_weak_type(leaf: Array) -> jax.Array:
 
 
 def cast(array: Array, dtype: Dtype, beside: Array | None = None) -> jax.Array:
-    """The array in another dtype, and on the device of the one beside it."""
+    """The array, or number, in a dtype, and on the device of the one beside it."""
     # JAX itself places numbers, as all arrays of a program are on the same devices.
     return jnp.asarray(array, dtype=dtype)
 
@@ -163,11 +163,6 @@ def addends(weight: Scalar, wide: bool) -> tuple[jax.Array, ...]:
         else jnp.zeros_like(weight)
     )
     return two_sum((weight - low).astype(jnp.float32), low.astype(jnp.float32))
-
-
-def integer(number: Scalar) -> jax.Array:
-    """A count as a 0-d int32 array."""
-    return jnp.asarray(number, dtype=jnp.int32)
 
 
 def device(name: object) -> jax.Device | jax.sharding.Sharding:

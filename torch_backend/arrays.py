@@ -90,10 +90,10 @@ def _is_number_of_host(array: torch.Tensor) -> bool:
     return array.is_cpu and not array.ndim
 
 
-def cast(
-    array: torch.Tensor, dtype: torch.dtype, beside: torch.Tensor | None = None
-) -> torch.Tensor:
-    """The array in another dtype, and on the device of the one beside it."""
+def cast(array: Scalar, dtype: torch.dtype, beside: torch.Tensor | None = None) -> torch.Tensor:
+    """The array, or number, in a dtype, and on the device of the one beside it."""
+    if not isinstance(array, torch.Tensor):
+        return torch.full((), array, dtype=dtype, device="cpu")
     if beside is None or _is_number_of_host(array) or _is_number_of_host(beside):
         return array.to(dtype)
     return array.to(beside.device, dtype)
@@ -159,13 +159,6 @@ def addends(weight: Scalar, wide: bool) -> tuple[torch.Tensor, ...]:
     # float of 64 bits might not hold it.
     whole = weight if weight.is_floating_point() else weight.to(torch.int64)
     return high, (whole - high.to(whole.dtype)).to(torch.float32)
-
-
-def integer(number: Scalar) -> torch.Tensor:
-    """A count as a 0-d int32 array."""
-    if isinstance(number, torch.Tensor):
-        return number.to(torch.int32)
-    return torch.full((), number, dtype=torch.int32, device="cpu")
 
 
 # --- What is differentiated -----------------------------------------------------------------------

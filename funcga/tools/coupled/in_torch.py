@@ -39,6 +39,7 @@ from torch_backend.engine.plan import Plans, call_key
 from torch_backend.loop import (
     Source,
     accumulate,
+    begin,
     cut,
     run_window,
     untraced,
@@ -66,8 +67,8 @@ def coupled(job: Coupled, backend: Backend) -> Callable[..., Tree]:
     """
 
     def step(args: Args, kwargs: Kwargs) -> Tree:
-        if job.program.totals is not None:
-            kwargs = job.program.totals.counted(job.program, backend, args, kwargs)
+        if job.program.prologue is not None:
+            kwargs = begin(job.program, backend, args, kwargs)
         parameters = _Parameters(job, backend, args)
         # A transform keeps the graphs of all micro-batches anyway.
         if arrays.in_transform() and parameters.own is None:
@@ -135,7 +136,7 @@ class _Parameters:
     def _whole(self, summarise: Callable[..., Tree], args: Args, kwargs: Kwargs) -> Tree:
         """The loss of all micro-batches."""
         job = self.job
-        fold = accumulate(replace(job.program, grad_fn=summarise, totals=None), self.backend)
+        fold = accumulate(job.first(grad_fn=summarise), self.backend)
         summaries = fold(args, kwargs)
         job.check_reached(any_requires_grad(trees.flatten(summaries)[0]))
         params: list[Tree] = [args[arg_index] for arg_index in self.arg_indices]

@@ -141,7 +141,7 @@ class _ScaledUpdate(UpdateFunction):
         arrays = backend.arrays
         scale = arrays.cast(arrays.as_array(self.init_scale), arrays.as_dtype("float32"))
         inner = self.tx.init(backend.transforms.widened(params)[0])
-        return LossScaledState(inner, scale, arrays.integer(0), arrays.integer(0))
+        return LossScaledState(inner, scale, *(arrays.cast(0, arrays.xp.int32) for _ in range(2)))
 
     def stepped(
         self,
@@ -190,7 +190,8 @@ class _ScaledUpdate(UpdateFunction):
         stays.
         """
         # Selected by `where`, as the host may not see whether the window was used.
-        xp, zero = backend.arrays.xp, backend.arrays.integer(0)
+        xp = backend.arrays.xp
+        zero = backend.arrays.cast(0, xp.int32)
         growth = state.growth + 1
         grown, smaller = state.scale * self.growth_factor, state.scale * self.backoff_factor
         # Never 0.

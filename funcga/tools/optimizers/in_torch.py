@@ -129,7 +129,7 @@ class _Update(UpdateFunction):
         leaves, structure = trees.flatten(params)
         takes_weight = self.options.take_weight(self.options.grouped(params))
         state = OptimizerState(
-            arrays.integer(0),
+            arrays.cast(0, torch.int32),
             trees.unflatten(structure, [{} for _ in leaves]),
             torch.zeros(len(leaves), dtype=torch.bool, device="cpu"),
             torch.tensor(torch.nan, dtype=torch.float64, device="cpu") if takes_weight else (),
