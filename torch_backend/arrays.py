@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from funcga._fold import Tally
 from funcga._types import Dtype, Scalar
-from funcga.errors import FuncgaError, no_derivative, no_device
+from funcga.errors import FuncgaError, no_derivative
 from torch_backend import _private
 from torch_backend.dtensor import (
     as_dtensor,
@@ -25,12 +25,14 @@ xp = torch
 _IS_CPU, _DTYPE, _NBYTES, _CDATA = map(operator.attrgetter, ("is_cpu", "dtype", "nbytes", "_cdata"))
 
 
-def is_array(leaf: object) -> bool:
-    """Whether the leaf can be split and folded as it is."""
+def owns(leaf: object) -> bool:
+    """Whether only this framework can have made the leaf."""
     return isinstance(leaf, torch.Tensor)
 
 
-owns = is_array  # only this framework can have made a tensor
+def is_array(leaf: object) -> bool:
+    """Whether the leaf can be split and folded as it is."""
+    return isinstance(leaf, torch.Tensor)
 
 
 def as_array(leaf: object) -> torch.Tensor:
@@ -239,20 +241,6 @@ def is_power_of_two(number: float) -> bool:
 
 
 # --- Memory ---------------------------------------------------------------------------------------
-
-
-def device(name: object) -> torch.device:
-    """The device of this name; FuncgaError, which says what there is, if there is none."""
-    try:
-        return torch.empty(0, device=name).device  # type: ignore[call-overload, no-any-return]
-    except (AssertionError, NotImplementedError, RuntimeError, TypeError) as error:
-        raise no_device(name, "torch", devices()) from error
-
-
-def devices() -> list[str]:
-    """The names of the devices that there are."""
-    accelerator = torch.accelerator.current_accelerator()
-    return ["cpu", *[f"{accelerator}:{index}" for index in range(torch.accelerator.device_count())]]
 
 
 def owned(array: torch.Tensor, others: Sequence[torch.Tensor]) -> torch.Tensor:
