@@ -33,7 +33,7 @@ from torch_backend.engine.leaves import Own
 from torch_backend.engine.plan import Plan, Plans, call_key
 from torch_backend.engine.window import Window
 from torch_backend.modules.checks import check_not_wrapped, modules_in
-from torch_backend.prefetch import moved
+from torch_backend.prefetch import moved as moved
 from torch_backend.reduce import reductions_of
 from torch_backend.reduce.agreement import progress_of
 from torch_backend.reduce.telling import telling as telling_windows
@@ -51,8 +51,8 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
         if source.gradient is not None:
             key = call_key(source.params, flat, tuple(kwargs))
             plan = plans.get(key) if isinstance(plans, Plans) else None
-        if job.totals is not None:
-            kwargs = job.totals.counted(job, backend, args, kwargs)
+        if job.prologue is not None:
+            kwargs = begin(job, backend, args, kwargs)
         if plan is not None and plan.parts is not None:
             cuts, devices = plan.cuts, plan.devices
             known = zip(plan.parts, args, flat, strict=True)
@@ -82,6 +82,15 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
         return job.observers.observed(job, result, kwargs, None if cuts else arguments)
 
     return fold if "torch._dynamo" not in sys.modules else _not_traced(fold, program)
+
+
+def begin(
+    program: Program, backend: Backend, args: tuple[Tree, ...], kwargs: dict[str, Tree]
+) -> dict[str, Tree]:
+    """The keyword arguments of grad_fn, once the prologue of the program has run."""
+    fold = lambda program, args: accumulate(program, backend)(args, {})
+    named: dict[str, Tree] = program.prologue(program, backend, fold, args, kwargs)
+    return named
 
 
 def run_window(
@@ -122,18 +131,15 @@ def stream(program: Program, backend: Backend) -> Callable[..., Any]:
     ) -> Tree:
         source, plans, state = Source(program, backend), program.memory.keep(Plans), list[Any]()
         job, flat = source.program, [*map(trees.flatten, leading)]
-        weighed: Iterator[Any] = map(lambda item: (item, None), items)  # noqa: C417 - it keeps no item
         if job.device is not None:
-            device = torch.device(job.device)
-            weighed = moved(items, device, lambda item: _weigh(job, backend, (*leading, *item)))
-            if job.totals is not None:
-                totals = iter([(kwargs["totals"],)])
-                (((there,), _),) = moved(totals, device, lambda item: 0)
-                kwargs = {**kwargs, "totals": there}
+            # Weighed on the host, so that nothing waits for a copy. A map keeps no item alive.
+            weigh = partial(_weigh, job, backend, leading)
+            items = moved(map(weigh, items), job.device)
         window: Any = None
         plan, key, nothing = None, None, None
         with ExitStack() as stack:
-            for (item, weight), last in _marked(weighed, source.wrapped is not None):
+            for item, last in _marked(items, source.wrapped is not None):
+                *item, weight = item if job.device is not None else (*item, None)
                 arguments = _read(job, (*leading, *item), backend)
                 # The arguments hold the item. Without references one micro-batch lives at a time.
                 del item
@@ -189,12 +195,13 @@ def _without_items(program: Program, backend: Backend, leading: tuple[Tree, ...]
     return program.read((*leading, *[None] * (count - len(leading))), backend)
 
 
-def _weigh(program: Program, backend: Backend, item: tuple[Tree, ...]) -> Scalar:
-    """The weight of a micro-batch of a stream, of all arguments of a call."""
-    arguments = _read(program, item, backend)
+def _weigh(
+    program: Program, backend: Backend, leading: tuple[Tree, ...], item: tuple[Tree, ...]
+) -> tuple[Tree, ...]:
+    """A micro-batch of a stream, with its weight behind it."""
+    arguments = _read(program, (*leading, *item), backend)
     args = arguments.cut(0, None, [_owned(leaf) for leaf in arguments.state])
-    (weight,) = on_host([program.weigh(arguments, args, None)])
-    return weight
+    return *item, *on_host([program.weigh(arguments, args, None)])
 
 
 _HAS_PROCESSES = dist.is_available()
@@ -407,8 +414,9 @@ def _not_traced(fold: Callable[..., Any], program: Program) -> Callable[..., Any
 
 def alone(grad_fn: GradientFunction, backend: Backend) -> GradFn:
     """The gradient function for a call outside of any window."""
-    if torch.compiler.is_compiling() or arrays.in_transform():
-        return grad_fn.bound(backend)
+    is_compiled = torch.compiler.is_compiling()
+    if is_compiled or arrays.in_transform():
+        return grad_fn.bound(backend, counts=not is_compiled)
 
     def gradient(*args: Tree, **kwargs: Tree) -> Tree:
         return value_of(grad_fn, backend, args, kwargs, torch.is_grad_enabled())
@@ -438,8 +446,8 @@ def telling(programs: Sequence[Program], backend: Backend) -> AbstractContextMan
     program = programs[0]
     if not (isinstance(program.grad_fn, ModuleGradient) or are_processes(program.across)):
         return None
-    if program.totals is not None:
-        programs = [program.totals.counting(program, backend), *programs]
+    if program.prologue is not None:
+        programs = [program.prologue.program(program, backend), *programs]
     context: AbstractContextManager[object] = untraced(telling_windows)(
         [(progress_of(each.memory), partial(_given_up, each, backend)) for each in programs]
     )
@@ -456,8 +464,3 @@ def _given_up(program: Program, backend: Backend) -> AbstractContextManager[obje
         for merge in reductions_of(program, backend):
             stack.enter_context(merge)
     return stack
-
-
-def is_traced(tree: Any) -> bool:
-    """Whether these arguments belong to a program that is being compiled."""
-    return torch.compiler.is_compiling()

@@ -2,15 +2,14 @@
 computed with.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 
-from funcga._types import Scalar, Tree
+from funcga._types import Tree
 from torch_backend import trees
-
-Item = tuple[Tree, ...]
 
 
 def _stream(device: torch.device) -> torch.Stream | None:
@@ -22,29 +21,28 @@ def _stream(device: torch.device) -> torch.Stream | None:
     return torch.Stream(device)
 
 
-def moved(
-    items: Iterator[Item], device: torch.device, weigh: Callable[[Item], Scalar]
-) -> Iterator[tuple[Item, Scalar]]:
-    """(item, its weight), with tensors on the device. Each is weighed where it is, so that nothing
-    waits for the copy, and copied while the one before it is computed with.
+def moved(items: Iterator[tuple[Tree, ...]], device: Any) -> Iterator[tuple[Tree, ...]]:
+    """The items with their tensors on a device. Each is copied while the one before it is
+    computed with.
 
     Where the device has streams, a second one copies while kernels for the last item still run.
     From pinned memory the host does not wait for the copy either.
     """
+    device = torch.device(device)
     copies = _stream(device)
 
-    def begin() -> tuple[Item, Scalar] | None:
+    def begin() -> tuple[Tree, ...] | None:
         item = next(items, None)
         if item is None:
             return None
-        weight = weigh(item)
         leaves, structure = trees.flatten(item)
         with copies or nullcontext():
             leaves = [
                 leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf
                 for leaf in leaves
             ]
-        return trees.unflatten(structure, leaves), weight
+        moved: tuple[Tree, ...] = trees.unflatten(structure, leaves)
+        return moved
 
     item = begin()
     while item is not None:

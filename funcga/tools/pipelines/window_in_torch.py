@@ -29,13 +29,15 @@ from funcga.tools.pipelines.schedule_in_torch import Pipeline
 from torch_backend import arrays, trees
 from torch_backend.arrays import recording, recording_loss
 from torch_backend.engine.distributed import with_a_blank_row
+from torch_backend.engine.leaves import Own
+from torch_backend.engine.plan import Plan
 from torch_backend.modules.checks import check_not_wrapped
 from torch_backend.reduce import Reduction, reductions_of
 from torch_backend.reduce.agreement import progress_of
 from torch_backend.reduce.header import nothing_to_fold
 from torch_backend.replicas import Replicas, channel_of, check_alike
 from torch_backend.wrapped.ddp import DDP
-from torch_backend.wrapped.window import OwnGrads, WrappedGradient, check_no_stream, masked
+from torch_backend.wrapped.window import OwnGrads, WrappedGradient, check_no_stream
 
 Values = list[tuple[torch.Tensor, Tree]]  # the loss and the aux of each micro-batch
 
@@ -64,6 +66,8 @@ class PipelineWindow(OwnGrads):
         gradient: "PipelineGradient",
         backend: Backend,
         arguments: Arguments,
+        plan: Plan | None,
+        own: Own | None,
     ):
         self.reductions: list[Reduction] = []
         across = gradient.merged_over(program.across)
@@ -74,7 +78,7 @@ class PipelineWindow(OwnGrads):
         progress = progress_of(program.memory)
         self.stages = Reduction(progress, Replicas(gradient.pipeline.group))
         every = [self.stages, *self.reductions]
-        super().__init__(program, gradient, backend, arguments, every)
+        super().__init__(program, gradient, backend, arguments, plan, own, every)
         self.pipeline = gradient.pipeline
         # micro-batches of a step of the schedule; None if all of the window are one.
         self.count = gradient.n_microbatches or program.n
@@ -170,7 +174,7 @@ class PipelineWindow(OwnGrads):
         loss = partial(self.last_stage.loss, microbatches, len(self.last_stage.values))
         masks: AbstractContextManager[None] = nullcontext()
         if all(each.weight is None for each in microbatches):
-            masks = masked([*self.module.children()], self.reached, torch.zeros_like)
+            masks = self.masked()
         # The schedule itself prepares DDP for the last backward pass. The forward pass that infers
         # shapes must not: DDP would take the first backward pass for the last.
         waiting = wrapper.waiting() if isinstance(wrapper, DDP) else nullcontext()
@@ -202,7 +206,7 @@ class PipelineWindow(OwnGrads):
         In its first step a schedule runs an extra pass, to infer shapes.
         """
         wrapper = self.wrapper
-        for group in wrapper.groups()[0] if wrapper.in_step else ():
+        for group in wrapper.groups[0] if wrapper.in_step else ():
             channel = channel_of(group)
             channel.send_owed()
             needed = any(channel.all_gather(needed))
@@ -226,18 +230,17 @@ class PipelineWindow(OwnGrads):
         values = self.last_stage.values_of_all(self.weights)
         self.stages.end()
         self.arguments = self.first
-        self.bind(*values[0])
-        sums = self.sums
-        assert sums is not None
+        sums = self.sums or self._bind(*values[0], ())
         with torch.no_grad():
-            for value, weight in zip(values, self.weights, strict=False):
-                self.add(*value, weight)
-            gradients = self.gradients()
-            self.put(gradients)
+            for (loss, aux), weight in zip(values, self.weights, strict=False):
+                sums.add(self._rest(loss, aux, ()), weight)
+            self.take_gradients()
             for reduction in self.reductions:
                 if not self.wrapper.wrapped:
-                    head = self.beside(*values[0])[: -len(gradients)]
-                    reduction.propose(sums, [*head, *gradients])
+                    leaves = self.beside(*values[0])
+                    for index in sums.folding.grads:
+                        leaves[index] = sums.of[index]
+                    reduction.propose(sums, leaves)
                 reduction.merge()
             if self.reductions and not sums.steps:
                 raise nothing_to_fold()
@@ -288,7 +291,8 @@ class LastStage:
         # shapes.
         self.values[number] = loss.detach(), trees.detached(aux, recorded=True)
         window.arguments = window.first
-        window.bind(loss.detach(), aux)
+        if window.sums is None:
+            window.sums = window._bind(loss.detach(), aux, ())
         weight = microbatch.weight
         wide: torch.Tensor = loss.to(torch.promote_types(loss.dtype, torch.float32))
         if weight is not None and not window.is_weighted:
@@ -377,12 +381,21 @@ class PipelineGradient(WrappedGradient):
     def __signature__(self) -> inspect.Signature | None:
         return None  # the arguments are the first stage's, and a target
 
-    def window(self, program: Program, backend: Backend, arguments: Arguments) -> PipelineWindow:
-        """One window of a program with this gradient function."""
-        self.check_not_traced()
+    def prepare(self) -> None:
         if not self.wrapper.wrapped:
             check_not_wrapped(self.module)
-        return PipelineWindow(program, self, backend, arguments)
+        super().prepare()
+
+    def window(
+        self,
+        program: Program,
+        backend: Backend,
+        arguments: Arguments,
+        plan: Plan | None = None,
+        own: Own | None = None,
+    ) -> PipelineWindow:
+        """One window of a program with this gradient function."""
+        return PipelineWindow(program, self, backend, arguments, plan, own)
 
     def merged_over(self, across: Across) -> Across:
         """The wrapper's own replicas, or those of across=."""
