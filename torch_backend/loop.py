@@ -459,7 +459,7 @@ def _given_up(program: Program, backend: Backend) -> AbstractContextManager[obje
     grad_fn, stack = program.grad_fn, ExitStack()
     if isinstance(grad_fn, ModuleGradient) and grad_fn.kind != MODULE:
         wrapped: Any = grad_fn
-        stack.enter_context(wrapped.window(program, backend, Arguments((), grad_fn, backend)))
+        stack.enter_context(wrapped.window(program, backend, Arguments((), grad_fn, backend), None))
     elif program.across is not None:
         for merge in reductions_of(program, backend):
             stack.enter_context(merge)

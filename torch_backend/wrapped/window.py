@@ -33,15 +33,15 @@ from torch_backend.dtensor import local_tensors
 from torch_backend.engine.alone import value_of
 from torch_backend.engine.distributed import with_a_blank_row
 from torch_backend.engine.guards.aside import gradients_aside
-from torch_backend.engine.leaves import OWN, Leaves, Own
-from torch_backend.engine.plan import Plan, plan_of
+from torch_backend.engine.leaves import OWN
+from torch_backend.engine.plan import plan_of
 from torch_backend.engine.window import Window
 from torch_backend.modules.layers import buffers_of, put_back
 from torch_backend.reduce import Reduction
 from torch_backend.reduce.agreement import progress_of
 from torch_backend.reduce.header import nothing_to_fold
 from torch_backend.reduce.telling import telling
-from torch_backend.replicas import explained
+from torch_backend.replicas import InTurn, explained, replicas_of
 from torch_backend.sums import Sums
 from torch_backend.wrapped.ddp import Wrapper
 from torch_backend.wrapped.gradient import ModuleGradient, rows_in
@@ -70,27 +70,26 @@ class WrappedGradient(ModuleGradient):
     def _alone(self, backend: Backend, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> Tree:
         memory = self.memory_alone
         make = partial(self.window, Program(self, mean(), memory=memory), backend)
-        begin = partial(make, Arguments((), self, backend))
+        begin = partial(make, Arguments((), self, backend), None)
         with telling([(progress_of(memory), begin)]):
             own = self.own_in(memory)
             # It weighs its rows. Here are no in_axes, so the first tensor tells how many there are.
             rows = rows_in(args) or [1]
             return value_of(self.parts, backend, args, kwargs, False, own, make, rows[0])
 
-    def window(
-        self,
-        program: Program,
-        backend: Backend,
-        arguments: Arguments,
-        plan: Plan | None = None,
-        own: Own | None = None,
-    ) -> Window:
-        """One window of a program with this gradient function."""
-        return ModuleWindow(program, self, backend, arguments, plan, own)
+    def window(self, program: Program, *others: Any) -> Window:
+        """One window of a program with this gradient function, as a Window is made of it."""
+        return ModuleWindow(self, program, *others)
 
     def merged_over(self, across: Across) -> Across:
         """The wrapper's own replicas: its process groups, one after the other."""
         return self.wrapper.replicas(across)
+
+    def reductions(self, program: Program) -> list[Reduction]:
+        """What merges a window over the replicas, one after the other."""
+        progress, across = progress_of(program.memory), self.merged_over(program.across)
+        several = across if isinstance(across, InTurn) else [replicas_of(across)] if across else []
+        return [Reduction(progress, replicas) for replicas in several]
 
     def check_counted(self, grad_fn: GradFn) -> None:
         """Raises FuncgaError for a function around it, which is called for each micro-batch
@@ -106,33 +105,39 @@ class WrappedGradient(ModuleGradient):
             )
 
 
-class OwnGrads(Window):
-    """A window of the parameters of a module whose gradients are summed where they are: in their
-    `.grad`s, by autograd and by what wraps the module. An error in it is told to all processes.
+class ModuleWindow(Window):
+    """One window of a WrappedGradient: `fold` each micro-batch, and say which is the last; then
+    take the `result`.
 
-    A wrapper divides these sums by its `scale`, so that is the unit of all sums. `is_weighted`:
-    whether the fold weighs gradients.
+    Gradients are summed where they are: in the `.grad`s of the module's own parameters, by autograd
+    and by what wraps the module. That divides them by its `scale`, which is the unit of all sums.
+
+    A replica that raises an error must not leave the others in a collective of the wrapper's. So
+    they meet before such, unless nothing of the user's has run since they met.
     """
 
     may_communicate, watches = True, False
-    is_weighted = False  # set with the first loss
+    is_weighted = False  # whether the fold weighs gradients; set with the first loss
     seed = 0.0  # the cotangent of the present pass; set before it
+    # The loss and the cotangent of a backward pass that has yet to run; set for each micro-batch.
+    due: tuple[torch.Tensor, float] | None = None
+    is_ending = False  # whether the present pass is the last that this replica needs
+    is_last = False  # whether no replica has another; set before the backward pass
 
-    def __init__(
-        self,
-        program: Program,
-        gradient: WrappedGradient,
-        backend: Backend,
-        arguments: Arguments,
-        plan: Plan | None,
-        own: Own | None,
-        merges: Sequence[Reduction],
-    ):
-        super().__init__(program, gradient.parts, backend, arguments, plan, own)
+    def __init__(self, owner: WrappedGradient, program: Program, *others: Any):
+        # First, as other replicas are told of any error from here on.
+        self.merges = owner.reductions(program)
+        super().__init__(program, owner.parts, *others)
         self.program: Program = program
-        self.owner, self.wrapper, self.merges = gradient, gradient.wrapper, merges
-        self.module = gradient.module
+        self.owner, self.wrapper, self.module = owner, owner.wrapper, owner.module
         self.gradient.reached.add(True)  # `backward` asks it of each loss
+        # Whether what is beside the gradients is added after the backward pass, which tells what
+        # that is.
+        self.adds_late = program.dropping is not None or program.observers is not None
+        self.is_stream = not (program.n or program.microbatch_size)
+        # Whether every pass reduces, for which it has to see each gradient.
+        self.meets = self.wrapper.meets_in_every_pass
+        self.may_fuse = not self.meets
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
@@ -140,12 +145,18 @@ class OwnGrads(Window):
             stack.enter_context(explained())
             stack.enter_context(self.wrapper.window())
             if self.plan is None:
-                params: list[torch.Tensor] = [*own.params.values()]
-                leaves = Leaves({}, params, params)
+                leaves = self.leaves_of((), ())
                 plan = plan_of(self.gradient, self.arguments.parts, leaves, own)
                 self.plan = replace(plan, hooked=False, seen=None)
             super().__enter__()
+            self.outside = partial(self._synchronised, self.outside)
             stack.enter_context(gradients_aside(self.wrapper.leaves().values()))
+            # Until the last micro-batch is known to be the last, no pass synchronises.
+            self.waiting = stack.enter_context(ExitStack())
+            if self.wrapper.sync != "every":
+                self.waiting.enter_context(self.wrapper.waiting())
+            if self.program.dropping is not None:
+                self.statistics_before = buffers_of(self.module)
             self.push(stack.pop_all())
         return self
 
@@ -223,109 +234,6 @@ class OwnGrads(Window):
         assert self.sums is not None
         values, outputs = self._rest(loss, aux, ()), self.sums.folding.outputs
         return [values.get(index) for index in range(len(outputs.folds))]
-
-    @contextmanager
-    def masked(self) -> Iterator[None]:
-        """A context of passes in which gradients are zeros if the cotangent is 0: of what modules
-        return, and of the leaves.
-
-        The backward pass still runs, because the wrapper communicates in it. Outputs are masked
-        because a layer may send their gradients to other replicas. Leaves are masked because a NaN
-        among what a layer has saved, times a gradient of 0, is NaN.
-        """
-        hooks: dict[int, tuple[torch.Tensor, RemovableHandle]] = {}
-
-        def mask(gradient: torch.Tensor | None) -> torch.Tensor | None:
-            # DDP passes None on, where the loss does not use an output.
-            return gradient if gradient is None or self.seed else torch.zeros_like(gradient)
-
-        def watch(module: nn.Module, args: tuple[Tree, ...], output: Tree) -> None:
-            # FSDP2 makes the leaves in its first forward pass.
-            leaves = [*self.wrapper.leaves().values()] or self.inputs
-            for tensor in [*trees.flatten(output)[0], *leaves]:
-                is_new = isinstance(tensor, torch.Tensor) and id(tensor) not in hooks
-                if is_new and tensor.requires_grad:
-                    hooks[id(tensor)] = tensor, tensor.register_hook(mask)
-
-        watch(self.module, (), ())  # those that are there already
-        modules = self.module, *self.module.children(), *self.wrapper.wrapped
-        handles = [module.register_forward_hook(watch) for module in dict.fromkeys(modules)]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-            for tensor, hook in hooks.values():
-                _private.remove_hook(tensor, hook)
-
-    def take_gradients(self) -> None:
-        """Puts the gradients into the sums, in memory that nobody else holds; zeros where the loss
-        depends on none.
-        """
-        sums, wrapper = self.sums, self.wrapper
-        assert sums is not None
-        kinds, folds = sums.folding.kinds, sums.folding.folds
-        grads = [
-            torch.zeros_like(p, requires_grad=False) if p.grad is None else arrays.strided(p.grad)
-            for p in self.inputs
-        ]
-        if not wrapper.fresh:
-            alone = zip(grads, arrays.are_alone(grads), strict=True)
-            grads = [grad if is_alone else grad.clone() for grad, is_alone in alone]
-        pairs = [*zip(sums.folding.grads, grads, strict=True)]
-        # The scale is the unit of weighted sums. All others are multiplied by it.
-        plain = [gradient for index, gradient in pairs if kinds[index] != "weighted"]
-        if plain and wrapper.scale != 1:
-            torch._foreach_mul_(local_tensors(plain), wrapper.scale)
-        for index, gradient in pairs:
-            dtype = gradient.dtype if kinds[index] else folds[index].accumulator_dtype
-            sums.of[index] = gradient.to(dtype)
-
-
-class ModuleWindow(OwnGrads):
-    """One window of a WrappedGradient: `fold` each micro-batch, and say which is the last; then
-    take the `result`.
-
-    A replica that raises an error must not leave the others in a collective of the wrapper's. So
-    they meet before such, unless nothing of the user's has run since they met.
-    """
-
-    # The arguments of a backward pass that has yet to run; set for each micro-batch.
-    due: tuple[torch.Tensor, float] | None = None
-    is_ending = False  # whether it is the last that this replica needs
-    is_last = False  # whether no replica has another; set before the backward pass
-
-    def __init__(
-        self,
-        program: Program,
-        gradient: WrappedGradient,
-        backend: Backend,
-        arguments: Arguments,
-        plan: Plan | None,
-        own: Own | None,
-    ):
-        # First, as other replicas are told of any error from here on.
-        progress, across = progress_of(program.memory), gradient.wrapper.replicas(program.across)
-        merges = [Reduction(progress, replicas) for replicas in across]
-        super().__init__(program, gradient, backend, arguments, plan, own, merges)
-        # Whether what is beside the gradients is added after the backward pass, which tells what
-        # that is.
-        self.adds_late = program.dropping is not None or program.observers is not None
-        self.is_stream = not (program.n or program.microbatch_size)
-        # Whether every pass reduces, for which it has to see each gradient.
-        self.meets = self.wrapper.meets_in_every_pass
-        self.may_fuse = not self.meets
-
-    def __enter__(self) -> Self:
-        super().__enter__()
-        self.outside = partial(self._synchronised, self.outside)
-        # Until the last micro-batch is known to be the last, no pass synchronises.
-        self.waiting = self.enter_context(ExitStack())
-        if self.wrapper.sync != "every":
-            self.waiting.enter_context(self.wrapper.waiting())
-        if self.program.dropping is not None:
-            self.statistics_before = buffers_of(self.module)
-        return self
 
     # --- micro-batches
 
@@ -420,6 +328,39 @@ class ModuleWindow(OwnGrads):
             stack.enter_context(outside())
             yield
 
+    @contextmanager
+    def masked(self) -> Iterator[None]:
+        """A context of passes in which gradients are zeros if the cotangent is 0: of what modules
+        return, and of the leaves.
+
+        The backward pass still runs, because the wrapper communicates in it. Outputs are masked
+        because a layer may send their gradients to other replicas. Leaves are masked because a NaN
+        among what a layer has saved, times a gradient of 0, is NaN.
+        """
+        hooks: dict[int, tuple[torch.Tensor, RemovableHandle]] = {}
+
+        def mask(gradient: torch.Tensor | None) -> torch.Tensor | None:
+            # DDP passes None on, where the loss does not use an output.
+            return gradient if gradient is None or self.seed else torch.zeros_like(gradient)
+
+        def watch(module: nn.Module, args: tuple[Tree, ...], output: Tree) -> None:
+            # FSDP2 makes the leaves in its first forward pass.
+            leaves = [*self.wrapper.leaves().values()] or self.inputs
+            for tensor in filter(torch.is_tensor, (*trees.flatten(output)[0], *leaves)):
+                if tensor.requires_grad and id(tensor) not in hooks:
+                    hooks[id(tensor)] = tensor, tensor.register_hook(mask)
+
+        watch(self.module, (), ())  # those that are there already
+        modules = self.module, *self.module.children(), *self.wrapper.wrapped
+        handles = [module.register_forward_hook(watch) for module in dict.fromkeys(modules)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            for tensor, hook in hooks.values():
+                _private.remove_hook(tensor, hook)
+
     # --- replicas with fewer micro-batches than others
 
     def _fill_up(self, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> None:
@@ -459,9 +400,34 @@ class ModuleWindow(OwnGrads):
         self.arguments = arguments = with_a_blank_row(arguments)
         with self.passes():
             self._fill_up(arguments.cut(0, 1, state), kwargs)
-        assert self.sums is not None
-        self.sums.state = state
+        if self.sums is not None:
+            self.sums.state = state
         return self.result()
+
+    # --- the result
+
+    def take_gradients(self) -> None:
+        """Puts the gradients into the sums, in memory that nobody else holds; zeros where the loss
+        depends on none.
+        """
+        sums, wrapper = self.sums, self.wrapper
+        assert sums is not None
+        kinds, folds = sums.folding.kinds, sums.folding.folds
+        grads = [
+            torch.zeros_like(p, requires_grad=False) if p.grad is None else arrays.strided(p.grad)
+            for p in self.inputs
+        ]
+        if not wrapper.fresh:
+            alone = zip(grads, arrays.are_alone(grads), strict=True)
+            grads = [grad if is_alone else grad.clone() for grad, is_alone in alone]
+        pairs = [*zip(sums.folding.grads, grads, strict=True)]
+        # The scale is the unit of weighted sums. All others are multiplied by it.
+        plain = [gradient for index, gradient in pairs if kinds[index] != "weighted"]
+        if plain and wrapper.scale != 1:
+            torch._foreach_mul_(local_tensors(plain), wrapper.scale)
+        for index, gradient in pairs:
+            dtype = gradient.dtype if kinds[index] else folds[index].accumulator_dtype
+            sums.of[index] = gradient.to(dtype)
 
     def result(self) -> Tree:
         """The normalised result, in the structure of grad_fn's output, the same on every
