@@ -305,6 +305,10 @@ class Window(ExitStack):
                     engine = _private.ENGINE_ON_HOST if on_host else _private.ENGINE
                     how = {"allow_unreachable": True, "accumulate_grad": True}
                     engine((loss,), (cotangent,), False, False, leaves, **how)
+        except RuntimeError as error:
+            if all(map(_REQUIRES_GRAD, leaves)):
+                raise
+            raise switched_off() from error
         finally:
             hooks.pop(watch, None)
             if task is not None:
