@@ -55,7 +55,6 @@ class Reduction:
     # What is folded here, set by `propose`; without any micro-batch what the others fold, set by
     # `agree`.
     agreement: Agreement | None = None
-    rebuild: Rebuild | None = None  # of what the others fold, without any micro-batch
     # What waits for the reports of all replicas, while that of the last pass here is under way.
     exchange: Callable[[], None] | None = None
     reports: list[Report]  # the last ones
@@ -64,8 +63,6 @@ class Reduction:
     addition: Addition | None = None
     gathered: Callable[[], None] | None = None
     updates: Scalar = 0  # how many a state of multi_steps has made; 0 in the window of a call
-    # Whether it is merged, or all replicas raise the same error, or it was given up here.
-    is_over = False
 
     def __init__(self, memory: Memory, replicas: Replicas):
         self.memory, self.replicas, self.channel = memory, replicas, replicas.channel
@@ -90,8 +87,7 @@ class Reduction:
         In a first window they say what that is: `rebuild(value)` has the Outputs and the leaves of
         a value like theirs, whose tensors have no memory.
         """
-        self.rebuild = rebuild
-        self.agree()
+        self.agree(rebuild=rebuild)
         assert self.agreement is not None
         self.sums = sums_of(Folding(self.agreement.outputs))
         return self.sums
@@ -107,7 +103,7 @@ class Reduction:
             self._begin_exchange(self._header(last=last))()
         return all(report.last for report in self.reports)
 
-    def agree(self, last: bool = True) -> bool:
+    def agree(self, last: bool = True, rebuild: Rebuild | None = None) -> bool:
         """Tells the other replicas what is folded here, waits for what they tell, and sets the
         unit; or is like `meet`, as long as not all of them say that this is their last pass.
 
@@ -125,7 +121,7 @@ class Reduction:
             if not any(report.digest for report in reports):
                 raise nothing_to_fold()
             mine = self.agreement
-            self.agreement = agree(self.history, mine, self.rebuild, reports, self.replicas)
+            self.agreement = agree(self.history, mine, rebuild, reports, self.replicas)
         # If all replicas have one unit, as with equal weights, nothing is rescaled. Otherwise the
         # unit is a power of two, and a sum is rounded once at most.
         units = {report.unit for report in reports} - {0.0} or {1.0}
@@ -189,7 +185,8 @@ class Reduction:
             raise
 
     def _close(self) -> None:
-        self.is_over, self.history.running = True, None
+        if self.history.running is self:
+            self.history.running = None
 
     def merge(self) -> None:
         """Sends everything, and waits: the sums are then those of all replicas, and the state that
@@ -214,7 +211,7 @@ class Reduction:
         """Unblocks the other replicas: sends the remaining messages flagged as failed, now or
         once they are ready.
         """
-        if self.is_over:
+        if self.history.running is not self:
             return
         self._close()
         if self.unit:
@@ -259,7 +256,8 @@ class Reduction:
                 self.addition = Addition(sums, route, self.replicas, counts)
         # If its last message is sent already when this replica fails, the others have all of the
         # window, and the next header shows that it was not finished here.
-        while self.addition is not None and self.addition.begin(has_failed=self.is_over):
+        has_failed = self.history.running is not self
+        while self.addition is not None and self.addition.begin(has_failed):
             pass
         if route.gathered and not (self.gathered or sums.folding.outputs.collected):
             self.gathered = gather(sums, route, likes, self.replicas)
@@ -270,8 +268,8 @@ class Reduction:
         sums, agreement, reports = self.sums, self.agreement, self.reports
         route, collects, state = agreement.route, sums.folding.outputs.collected, sums.state
         known = [(report.weight, report.steps, report.rejected) for report in reports]
-        sums.total, steps, sums.rejected = map(sum, zip(*known, strict=True))
-        sums.unit, sums.steps = self.unit, int(steps)
+        sums.total, steps, rejected = map(sum, zip(*known, strict=True))
+        sums.unit, sums.steps, sums.rejected = self.unit, int(steps), int(rejected)
         for position, leaf in enumerate(route.numbers or ()):
             # From the unit of each replica to that of all; one without a unit has nothing to add.
             is_weighted = sums.folding.kinds[leaf] == "weighted"

@@ -56,7 +56,8 @@ class History:
 
     begun: int = 0
     finished: int = 0
-    running: Any = None  # the Reduction that has begun and is not over
+    # The Reduction that has begun, until it is merged, or given up here, or all replicas raise.
+    running: Any = None
     # Digests of the different steps that replicas may take, as each has a loss of its own.
     steps: list[float] | None = None
     # Whether the replicas were given other options, and so may have other windows in a call.
