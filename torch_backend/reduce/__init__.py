@@ -153,7 +153,7 @@ class Reduction:
         agreement = self.agreement
         if agreement is None:
             return self._header(last=last)
-        sums, numbers = self.sums, [self.sums.of[leaf] for leaf in agreement.route.numbers or ()]
+        sums, numbers = self.sums, [self.sums.of[leaf] for leaf in agreement.numbers or ()]
         # Counts that only a device knows are sent with the sums.
         counts = sums.total, sums.steps, sums.rejected
         weight, steps, rejected = [0 if isinstance(c, torch.Tensor) else c for c in counts]
@@ -239,38 +239,38 @@ class Reduction:
         exchange shapes.
         """
         assert self.agreement is not None
-        sums, likes, route = self.sums, self.agreement.likes, self.agreement.route
+        sums, agreement = self.sums, self.agreement
         if self.addition is None:
             sums.hold_in(self.unit)  # from the unit of this replica to that of all
-            for leaf in (*route.summed, *route.gathered):
+            for leaf in (*agreement.summed, *agreement.gathered):
                 # All send the same shapes: where nothing is folded it is the identity.
                 if sums.of[leaf] is None:
-                    sums.of[leaf] = sums.folding.folds[leaf].identity(likes[leaf])
+                    sums.of[leaf] = sums.folding.folds[leaf].identity(agreement.likes[leaf])
             counts = list[torch.Tensor]()
             if any(report.on_device for report in self.reports):
                 for count in (sums.total, sums.steps, sums.rejected):
                     # Those that the host knows are in the headers.
-                    zero = torch.zeros((), dtype=torch.float64, device=route.device)
-                    counts.append(zero + count if isinstance(count, torch.Tensor) else zero)
-            if counts or route.numbers is None:
-                self.addition = Addition(sums, route, self.replicas, counts)
+                    zero = torch.zeros((), dtype=torch.float64, device=agreement.device)
+                    counts.append(zero.copy_(count) if isinstance(count, torch.Tensor) else zero)
+            if counts or agreement.numbers is None:
+                self.addition = Addition(sums, agreement, self.replicas, counts)
         # If its last message is sent already when this replica fails, the others have all of the
         # window, and the next header shows that it was not finished here.
         has_failed = self.history.running is not self
         while self.addition is not None and self.addition.begin(has_failed):
             pass
-        if route.gathered and not (self.gathered or sums.folding.outputs.collected):
-            self.gathered = gather(sums, route, likes, self.replicas)
+        if agreement.gathered and not (self.gathered or sums.folding.outputs.collected):
+            self.gathered = gather(sums, agreement, self.replicas)
 
     def _receive(self) -> None:
         """Waits for everything, and takes in what the others have folded."""
         assert self.agreement is not None
         sums, agreement, reports = self.sums, self.agreement, self.reports
-        route, collects, state = agreement.route, sums.folding.outputs.collected, sums.state
+        collects, state = sums.folding.outputs.collected, sums.state
         known = [(report.weight, report.steps, report.rejected) for report in reports]
         sums.total, steps, rejected = map(sum, zip(*known, strict=True))
         sums.unit, sums.steps, sums.rejected = self.unit, int(steps), int(rejected)
-        for position, leaf in enumerate(route.numbers or ()):
+        for position, leaf in enumerate(agreement.numbers or ()):
             # From the unit of each replica to that of all; one without a unit has nothing to add.
             is_weighted = sums.folding.kinds[leaf] == "weighted"
             addends = [
@@ -285,7 +285,7 @@ class Reduction:
                 sums.steps = sums.steps + counts[1].to(torch.int64)
             self._look_at(mark[0], may_wait=bool(mark.is_cpu or collects or state))
         if collects:
-            self.gathered = gather(sums, route, agreement.likes, self.replicas)
+            self.gathered = gather(sums, agreement, self.replicas)
         if self.gathered is not None:
             self.gathered()
         folded = [rank for rank, report in enumerate(reports) if report.steps]
@@ -295,7 +295,7 @@ class Reduction:
             for index, leaf in enumerate(told):
                 is_tensor = isinstance(leaf, torch.Tensor)
                 if leaf is not None:
-                    state[index] = leaf.to(route.device) if is_tensor else leaf
+                    state[index] = leaf.to(agreement.device) if is_tensor else leaf
 
     def _look_at(self, mark: torch.Tensor, may_wait: bool) -> None:
         """Raises FuncgaError, on all replicas, if one has marked its sums as failed."""

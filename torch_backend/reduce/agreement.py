@@ -22,8 +22,7 @@ from funcga._types import Array, Tree
 from funcga.errors import FuncgaError
 from torch_backend import arrays
 from torch_backend.dtensor import as_dtensor, is_dtensor, local, ranks_with_other_shards, spec_of
-from torch_backend.reduce.header import Report, digest_of
-from torch_backend.reduce.wire import Route, route_of
+from torch_backend.reduce.header import ROOM, Report, digest_of
 from torch_backend.replicas import Channel, Replicas, check_alike
 from torch_backend.sums import Folding
 
@@ -39,15 +38,31 @@ class Agreement:
     it is one of `description`, which has a text for each path. `likes` are zeros without memory
     where the leaves of the outputs lie; None for one that is not an array, or that is reduced
     elsewhere. `is_agreed`: whether all replicas have said that they fold this.
+
+    Leaves are `summed`, or `gathered`. If all are `numbers` on the host, and few, they travel in
+    the header, and nothing else is sent; else that is None. It follows from what is folded, so it
+    is the same on every replica.
     """
 
     key: tuple[object, ...]
     outputs: Outputs
     likes: list[Any]
-    route: Route
     description: dict[str, str]
     digest: int
+    summed: list[int]
+    gathered: list[int]
+    numbers: list[int] | None
     is_agreed: bool = False
+
+    @property
+    def device(self) -> torch.device:
+        """Where anything travels from that is no sum."""
+        return next((local(like).device for like in self.likes if like is not None), _HOST)
+
+
+_HOST = torch.device("cpu")
+# So few elements are not worth a message of their own.
+_FEW = 8
 
 
 @dataclass(eq=False)
@@ -113,14 +128,36 @@ def propose(
     description = {"across": sent + str(replicas.wire_dtype or "accumulated")}
     for index, (path, like) in enumerate(zip(outputs.paths(), likes, strict=True)):
         description[path] = _description(outputs, index, like)
-    reduced = {index: local(likes[index]) for index in outputs.reduced if likes[index] is not None}
+    digest = digest_of([*description.items()])
+    ways = _ways(folding, likes)
+    history.agreements.append(Agreement(key, outputs, likes, description, digest, *ways))
+    return history.agreements[-1]
+
+
+def _ways(folding: Folding, likes: list[Any]) -> tuple[list[int], list[int], list[int] | None]:
+    """(leaves that are summed, leaves that are gathered, the numbers in the header)."""
+    outputs, folds = folding.outputs, folding.folds
+    leaves = [leaf for leaf in outputs.reduced if likes[leaf] is not None]
+    is_number = lambda leaf: (
+        likes[leaf].is_cpu
+        and likes[leaf].ndim == 0
+        and folding.kinds[leaf] is not None
+        and folds[leaf].accumulator_dtype.is_floating_point
+    )
     # What travels in the header has no mark of an error, which has to be read before the exchanges
     # that these take.
-    more = any(map(is_dtensor, likes)) or outputs.collected or outputs.threads
-    route = route_of(folding, reduced, may_be_numbers=not more)
-    digest = digest_of([*description.items()])
-    history.agreements.append(Agreement(key, outputs, likes, route, description, digest))
-    return history.agreements[-1]
+    takes_more = outputs.collected or outputs.threads or any(map(is_dtensor, likes))
+    if not takes_more and len(leaves) <= ROOM and all(map(is_number, leaves)):
+        return [], [], leaves
+    reducers = {leaf: folds[leaf].fold.reducer for leaf in leaves}
+    gathered = {leaf for leaf in leaves if reducers[leaf].monoid.collective != "sum"}
+    # In a dtype of their own few counts would be one collective more, where others are gathered.
+    if gathered:
+        counts = [leaf for leaf in leaves if reducers[leaf].unweighted]
+        gathered.update([leaf for leaf in counts if likes[leaf].numel() <= _FEW])
+    # Complex numbers come first: a view of pairs has to begin at an even element.
+    order = lambda leaf: (not likes[leaf].dtype.is_complex, leaf)
+    return sorted({*leaves} - gathered, key=order), sorted(gathered), None
 
 
 def _like(leaf: Array) -> torch.Tensor:

@@ -4,61 +4,21 @@ Leaves that are no sums, such as moments or collected rows, are combined in the 
 replicas.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from torch_backend import trees
 from torch_backend.dtensor import as_dtensor, local, spec_of
-from torch_backend.reduce.header import ROOM
+from torch_backend.reduce.agreement import Agreement
 from torch_backend.replicas import Replicas, as_bytes
-from torch_backend.sums import Folding, Sums
+from torch_backend.sums import Sums
 
-# So few elements are not worth a message of their own.
-_FEW = 8
 # Bytes of a value that is copied out of the memory of its message. As a view it would keep all of
 # that alive as long as the caller keeps a loss.
 _SMALL = 2**12
-
-
-class Route(NamedTuple):
-    """How each reduced leaf travels, by its index. It follows from what is folded, so it is the
-    same on every replica.
-
-    `numbers`: sums in the header, where all of them are, and nothing else is sent; else None.
-    `device`: where anything travels from that is no sum.
-    """
-
-    summed: list[int]
-    gathered: list[int]
-    numbers: list[int] | None
-    device: torch.device
-
-
-def route_of(folding: Folding, likes: Mapping[int, torch.Tensor], may_be_numbers: bool) -> Route:
-    """The Route for leaves like these. If all are numbers on the host, and few, and
-    `may_be_numbers` says so, they travel in the header.
-    """
-    device = next((like.device for like in likes.values()), torch.device("cpu"))
-    reducers = {leaf: folding.folds[leaf].fold.reducer for leaf in likes}
-    is_number = lambda leaf: (
-        likes[leaf].is_cpu
-        and likes[leaf].ndim == 0
-        and folding.kinds[leaf] is not None
-        and folding.folds[leaf].accumulator_dtype.is_floating_point
-    )
-    if may_be_numbers and len(likes) <= ROOM and all(map(is_number, likes)):
-        return Route([], [], sorted(likes), device)
-    summed = {leaf for leaf in likes if reducers[leaf].monoid.collective == "sum"}
-    # In a dtype of their own few counts would be one collective more, where others are gathered.
-    if len(summed) < len(likes):
-        counts = {leaf for leaf in summed if reducers[leaf].unweighted}
-        summed -= {leaf for leaf in counts if likes[leaf].numel() <= _FEW}
-    # Complex numbers come first: a view of pairs has to begin at an even element.
-    order = lambda leaf: (not likes[leaf].dtype.is_complex, leaf)
-    return Route(sorted(summed, key=order), sorted({*likes} - summed), None, device)
 
 
 class Addition:
@@ -68,9 +28,9 @@ class Addition:
     """
 
     def __init__(
-        self, sums: Sums, route: Route, replicas: Replicas, counts: Sequence[torch.Tensor]
+        self, sums: Sums, agreement: Agreement, replicas: Replicas, counts: Sequence[torch.Tensor]
     ):
-        self.sums, self.leaves, self.channel = sums, route.summed, replicas.channel
+        self.sums, self.leaves, self.channel = sums, agreement.summed, replicas.channel
         self.specs, self.works = [spec_of(sums.of[leaf]) for leaf in self.leaves], list[Any]()
         addends = list[Any]()
         for leaf in self.leaves:
@@ -85,7 +45,7 @@ class Addition:
         # The last message tells an error by a mark. It is copied with all of that one, so that is
         # the smallest.
         last = self.messages[-1]
-        like = self.arrays[last[0]] if last else torch.empty((), device=route.device)
+        like = self.arrays[last[0]] if last else torch.empty((), device=agreement.device)
         last.append(len(self.arrays))
         self.arrays.append(like.new_zeros(1))
 
@@ -166,18 +126,19 @@ def _messages(arrays: Sequence[torch.Tensor], most: int) -> list[list[int]]:
     return messages or [[]]
 
 
-def gather(
-    sums: Sums, route: Route, likes: Sequence[Any], replicas: Replicas
-) -> Callable[[], None]:
+def gather(sums: Sums, agreement: Agreement, replicas: Replicas) -> Callable[[], None]:
     """Begins to gather the leaves that are no sums, and collected rows, in one all_gather.
 
     The function that it returns waits for them, and combines or joins them in the order of the
     replicas.
     """
-    outputs, values = sums.folding.outputs, [local(sums.of[leaf]) for leaf in route.gathered]
+    outputs, device = sums.folding.outputs, agreement.device
+    values = [local(sums.of[leaf]) for leaf in agreement.gathered]
     for leaf, fold in zip(outputs.collected, outputs.collected_folds, strict=True):
         axis = fold.axis or 0
-        none = likes[leaf].narrow(axis, 0, 0)  # the rows of a replica that has folded nothing
+        none = agreement.likes[leaf].narrow(
+            axis, 0, 0
+        )  # the rows of a replica that has folded nothing
         values.append(torch.cat([none, *sums.collected[leaf]], dim=axis))
     # All arrays of this replica in one list, whose order is the same on all replicas.
     arrays, structure = trees.flatten(values)
@@ -188,11 +149,11 @@ def gather(
         of_ranks = replicas.channel.all_gather(forms)
     # An all_gather takes equally many bytes from each replica, so all are padded to the longest.
     sizes = [[form.nbytes for form in forms] for forms in of_ranks]
-    data = [as_bytes(array).to(route.device) for array in arrays]
+    data = [as_bytes(array).to(device) for array in arrays]
     missing = max(map(sum, sizes)) - sum(map(len, data))
-    sent = torch.cat([*data, torch.zeros(missing, dtype=torch.uint8, device=route.device)])
+    sent = torch.cat([*data, torch.zeros(missing, dtype=torch.uint8, device=device)])
     received = [torch.empty_like(sent) for _ in of_ranks]
-    work = replicas.channel.carrier(route.device).allgather([received], [sent])
+    work = replicas.channel.carrier(device).allgather([received], [sent])
 
     def combine() -> None:
         work.wait()
@@ -203,7 +164,7 @@ def gather(
             pairs = zip(parts, forms, strict=True)
             arrays = [part.clone().view(form.dtype).view(form.shape) for part, form in pairs]
             told.append(trees.unflatten(structure, arrays))
-        leaves = [*route.gathered, *outputs.collected]
+        leaves = [*agreement.gathered, *outputs.collected]
         for leaf, *of_leaf in zip(leaves, *told, strict=True):
             if leaf in outputs.collected:
                 sums.collected[leaf] = of_leaf
