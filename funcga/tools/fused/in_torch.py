@@ -136,7 +136,8 @@ def uses_of(root: Any, weight_ids: Collection[int]) -> list[Use]:
 def _weight_behind(node: Any, is_transposed: bool = False) -> tuple[Any, bool]:
     """(the leaf that a node leads to without a use, whether it is transposed there)."""
     if not node or node.name() not in _BETWEEN:
-        return node.variable if type(node) is graphs.AccumulateGrad else None, is_transposed
+        leaf = node.variable if type(node) is graphs.AccumulateGrad else None  # type: ignore[attr-defined]
+        return leaf, is_transposed
     return _weight_behind(node.next_functions[0][0], is_transposed ^ _BETWEEN[node.name()])
 
 
