@@ -16,6 +16,7 @@ Example:
 
 import sys
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from funcga._backend import Arrays, Backend
 from funcga._backend.dispatch import backend_of
@@ -116,7 +117,7 @@ def checked(pooled: object, mean: Array, path: str, arrays: Arrays) -> Pooled:
     """The pooled statistics of a layer. Raises FuncgaError unless they have the shape of its
     running mean.
     """
-    new = pooled.mean if isinstance(pooled, Pooled) else pooled
+    new: Any = pooled.mean if isinstance(pooled, Pooled) else pooled
     if isinstance(pooled, Pooled) and new.shape == mean.shape:
         return pooled
     raise FuncgaError(
