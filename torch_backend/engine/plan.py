@@ -98,7 +98,11 @@ def call_key(
     *others: object,
 ) -> object:
     """The structure of a call with these arguments, and the parameters of a module, if any."""
-    own = None if params is None else key_of([*params.values()], tuple(params), are_fixed=True)
+    own: object = None
+    if params is not None:  # known by their names: they have no other shapes the next time
+        own = tuple(params), _common([*params.values()])
+    leaves = [leaf for each, _ in flat for leaf in each]
+    structures = tuple([structure for _, structure in flat])
     # What is on around the call, that changes what it computes.
     autocast: tuple[bool, ...] = ()
     if _private.is_any_autocast_enabled():
@@ -106,27 +110,26 @@ def call_key(
         kinds = ["cpu", *([] if accelerator is None else [accelerator.type])]
         autocast = tuple(map(torch.is_autocast_enabled, kinds))
     ambient = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast
-    return ambient, own, tuple([key_of(*each) for each in flat]), others
+    return ambient, own, structures, key_of(leaves), others
 
 
-def key_of(leaves: Sequence[Any], structure: object, are_fixed: bool = False) -> tuple[object, ...]:
-    """What trees of one structure have in common: shapes, dtypes, and what acts on gradients.
-
-    `are_fixed`: of parameters of a module, which are known by identity, so that they have no other
-    shapes the next time.
-    """
-    types = tuple(map(type, leaves))
-    if not _DENSE.issuperset(types) or True in map(_IS_NESTED, leaves):
-        return structure, *map(_kind, leaves)
+def key_of(leaves: Sequence[Any]) -> tuple[object, ...]:
+    """What leaves of one structure have in common: shapes, dtypes, and what acts on gradients."""
+    if not _DENSE.issuperset(map(type, leaves)) or True in map(_IS_NESTED, leaves):
+        return tuple(map(_kind, leaves))
     records = tuple(map(_REQUIRES_GRAD, leaves))
-    hooks: tuple[bool, ...] = ()
-    if True in records:
-        hooks = any(map(_private.has_hooks, leaves)), any(map(_private.has_hooks_on_grad, leaves))
-    key = structure, types, records, hooks, tuple(map(_DTYPE, leaves)), tuple(map(_IS_CPU, leaves))
-    if are_fixed:
-        return key
     shapes, layouts = tuple(map(_SHAPE, leaves)), tuple(map(_LAYOUT, leaves))
-    return *key, shapes, layouts, True in map(torch.is_inference, leaves)
+    is_inference = True in map(torch.is_inference, leaves)
+    return records, shapes, layouts, is_inference, _common(leaves, True in records)
+
+
+def _common(leaves: Sequence[torch.Tensor], recorded: bool = True) -> tuple[object, ...]:
+    """Types and places of tensors, and whether one has hooks, if these are `recorded`."""
+    hooks = (False, False)
+    if recorded:
+        hooks = any(map(_private.has_hooks, leaves)), any(map(_private.has_hooks_on_grad, leaves))
+    kinds = tuple(map(type, leaves)), tuple(map(_DTYPE, leaves)), tuple(map(_IS_CPU, leaves))
+    return hooks, kinds
 
 
 def _kind(leaf: Any) -> object:
@@ -180,7 +183,7 @@ def plan_of(
         moving = tuple([index for index in indices if parts[index].axes])
     else:
         module = own.module
-    hooked = any(map(_private.hooks_of, originals))
+    hooked = any(_private.hooks_of(each) or _private.acts_on_grad(each) for each in originals)
     may_weigh = not (gradient.scaled or moving)
     return Plan(
         indices=indices,

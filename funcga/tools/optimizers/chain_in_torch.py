@@ -14,11 +14,10 @@ from funcga._transform.apply import UpdateFunction, traits_of, updated
 from funcga._types import Tree
 from funcga.errors import FuncgaError
 from funcga.tools.optimizers.state_in_torch import copies
-from torch_backend import trees
+from torch_backend import arrays, trees
 from torch_backend._private import pytree
 from torch_backend.arrays import without_overlap
 from torch_backend.dtensor import is_dtensor
-from torch_backend.modules.checks import check_not_differentiated
 from torch_backend.parameters import added, apart
 
 
@@ -247,3 +246,16 @@ class _Clipping(UpdateFunction):
             state = ClipNormState(whole.to(torch.promote_types(whole.dtype, torch.float32)))
         clipped = trees.unflatten(structure, clipped)
         return clipped if into is None else added(params, clipped, state, into), state
+
+
+def check_not_differentiated(name: str, tree: Tree) -> None:
+    """Raises FuncgaError if these are differentiated from outside: the result of `name` has no
+    derivative.
+    """
+    leaves = trees.flatten(tree)[0] if arrays.in_transform() else ()
+    if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
+        raise FuncgaError(
+            f"{name} is used inside of a loss that is being differentiated, and its updates carry "
+            "no derivative. Write the update as a function of tensors, such as `p - lr * g`. If it "
+            "is a constant for that loss, compute it under torch.no_grad()."
+        )
