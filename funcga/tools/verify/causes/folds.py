@@ -111,7 +111,7 @@ def _of_guarded(evidence: Evidence) -> Iterator[Cause]:
 def _of_power(evidence: Evidence) -> Iterator[Cause]:
     growth = evidence.kind.power
     if evidence.reweighs():
-        yield of_sums(evidence, "coupled rows: power", growth=growth)
+        yield of_sums(evidence, "coupled rows")
     else:
         yield evidence.cause("other normaliser: power", power=1 - growth, growth=growth)
 

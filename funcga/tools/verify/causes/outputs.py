@@ -80,10 +80,8 @@ def unused_parameters(case: Case) -> Iterator[Answer]:
         return
     pairs = zip(probe.whole, moved.whole, strict=True)
     if all(np.array_equal(x, y, equal_nan=True) for x, y in pairs):
-        # Of a module's own parameters, or those of a function.
-        key = "module" if probe.brings_parameters else probe.backend.name
         batch = ", ".join(["module", *loss_names(probe)[1:]])
-        yield cause(f"params unused: {key}", count=len(gradients), batch=batch)
+        yield cause("params unused", count=len(gradients), batch=batch)
 
 
 def wrong_gradient(case: Case) -> Iterator[Answer]:
@@ -110,8 +108,6 @@ def wrong_gradient(case: Case) -> Iterator[Answer]:
         return
     where = probe.paths[differences.index(worst)] if gradient is None else ""
     key = "wrong gradient" if gradient else "first-order step"
-    if probe.brings_parameters:
-        key += ": module"
     yield cause(key, where=where, difference=worst)
 
 
