@@ -75,27 +75,17 @@ FLOOR = 1e-18
 
 
 class _Panel(NamedTuple):
-    """What one of the axes shows: the largest relative differences, by name and dtype, at each
-    tick.
+    """What one of the axes shows: the largest relative differences, by name, at each tick.
 
-    `reports` have the limits. `joined` is whether a line joins neighbouring points, as steps of one
-    course. `empty` stands there if there is no series.
+    `reports` have the limits. `empty` stands there if there is no series.
     """
 
     title: str
     xlabel: str
     ticks: list[str]
-    series: dict[tuple[str, str], list[float]]
+    series: dict[str, list[float]]
     reports: list[Report]
-    joined: bool = False
     empty: str = "not run"
-
-    @property
-    def limits(self) -> dict[str, float]:
-        """The largest limit of every dtype."""
-        rows = [row for report in self.reports for row in report.rows]
-        dtypes = dict.fromkeys(row.dtype for row in rows if row.dtype)
-        return {dtype: max(row.limit for row in rows if row.dtype == dtype) for dtype in dtypes}
 
 
 _WHOLE = "n = 1 is the full batch"  # of which nothing is accumulated: both are the same call
@@ -103,15 +93,10 @@ _WHOLE = "n = 1 is the full batch"  # of which nothing is accumulated: both are 
 
 def _by_n(run: Run) -> _Panel:
     accumulated = [c for c in run.of("accumulation") if c.n != 1]
-    return _Panel(
-        "accumulated vs full batch",
-        "n, micro-batches",
-        [str(n) for n in dict.fromkeys(c.n for c in accumulated)],
-        _series(accumulated),
-        [c.report for c in accumulated],
-        joined=True,
-        empty=_WHOLE,
-    )
+    ticks = [str(n) for n in dict.fromkeys(c.n for c in accumulated)]
+    series, reports = _series(accumulated), [c.report for c in accumulated]
+    title, xlabel = "accumulated vs full batch", "n, micro-batches"
+    return _Panel(title, xlabel, ticks, series, reports, _WHOLE)
 
 
 def _by_leaf(run: Run) -> _Panel:
@@ -119,54 +104,35 @@ def _by_leaf(run: Run) -> _Panel:
     # With one framework alone its largest n stands for the comparison of the full batches.
     full = full or [c for c in run.of("accumulation") if c.n == run.n]
     leaves = {c.dtype: [row for row in c.report.rows if row.path != "loss"] for c in full}
-    return _Panel(
-        f"{full[0].what}, leaf by leaf",
-        "leaf, in the order of the parameters",
-        [row.path for row in leaves[full[0].dtype]],
-        {("", dtype): [row.relative for row in rows] for dtype, rows in leaves.items()},
-        [c.report for c in full],
-    )
+    ticks = [row.path for row in leaves[full[0].dtype]]
+    series = {dtype: [row.relative for row in rows] for dtype, rows in leaves.items()}
+    title, xlabel = f"{full[0].what}, leaf by leaf", "leaf, in the order of the parameters"
+    return _Panel(title, xlabel, ticks, series, [c.report for c in full])
 
 
 def _by_micro_batch(run: Run) -> _Panel:
     model, n = run.of("model"), run.n
     micro = [c for c in model if c.micro_batch is not None and n > 1]
-    return _Panel(
-        "torch vs JAX, each micro-batch",
-        "micro-batch",
-        [str(number) for number in range(1, n + 1)],
-        _series(micro),
-        [c.report for c in micro],
-        empty=_WHOLE if model else "not run",
-    )
+    ticks = [str(number) for number in range(1, n + 1)]
+    series, reports = _series(micro), [c.report for c in micro]
+    title, empty = "torch vs JAX, each micro-batch", _WHOLE if model else "not run"
+    return _Panel(title, "micro-batch", ticks, series, reports, empty)
 
 
 def _by_update(run: Run) -> _Panel:
     trained = run.of("training")
-    updates = max((len(t.reports) for t in trained), default=0)
-    return _Panel(
-        "torch vs JAX, parameters in training",
-        "update",
-        [str(update) for update in range(1, updates + 1)],
-        {(t.training.optimizer, t.dtype): [report.most for report in t.reports] for t in trained},
-        [t.reports[-1] for t in trained],
-        joined=True,
-    )
+    series = {f"{c.optimizer}, {c.dtype}": [each.most for each in c.reports] for c in trained}
+    ticks = [str(update) for update in range(1, run.updates + 1)]
+    reports, title = [c.reports[-1] for c in trained], "torch vs JAX, parameters in training"
+    return _Panel(title, "update", ticks, series, reports)
 
 
-def _series(compared: list[Compared]) -> dict[tuple[str, str], list[float]]:
-    values: dict[tuple[str, str], list[float]] = {}
+def _series(compared: list[Compared]) -> dict[str, list[float]]:
+    values: dict[str, list[float]] = {}
     for each in compared:
-        values.setdefault((each.framework or "", each.dtype), []).append(each.report.most)
+        name = f"{each.framework}, {each.dtype}" if each.framework else each.dtype
+        values.setdefault(name, []).append(each.report.most)
     return values
-
-
-# What can be told apart without colours: a name by its marker, a dtype by its dashes and by the
-# size of its markers, so that of two in one place the larger one is a ring around the smaller.
-# Colours: Okabe and Ito (2008).
-_STYLES = {"float64": ("-", 4), "float32": ("--", 8), "bfloat16": (":", 11), "float16": ("-.", 14)}
-_MARKERS = "osD^"
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
 
 
 def _draw(axes: Axes, panel: _Panel) -> None:
@@ -181,29 +147,21 @@ def _draw(axes: Axes, panel: _Panel) -> None:
         axes.text(0.5, 0.5, panel.empty, transform=axes.transAxes, ha="center")
         axes.set_axis_off()
         return
-    names = list(dict.fromkeys(name for name, _ in panel.series))
-    for (name, dtype), values in panel.series.items():
-        index = names.index(name) % len(_MARKERS)
-        dashes, size = _STYLES[dtype]
-        axes.plot(
-            [max(value, FLOOR) for value in values],
-            label=f"{name}, {dtype}" if name else dtype,
-            color=_COLOURS[index],
-            marker=_MARKERS[index],
-            markersize=size,
-            markerfacecolor=None if size == 4 else "none",
-            linestyle=dashes if panel.joined else "",
-        )
-    for dtype, limit in panel.limits.items():
-        if limit > 0:
-            axes.axhline(limit, color="0.4", linestyle=(0, (1, 4)))
-            text, data = f"limit, {dtype}", axes.get_yaxis_transform()
-            axes.text(1, limit, text, transform=data, ha="right", va="bottom", fontsize="x-small")
+    # What can be told apart without colours; of two in one place a ring is around the smaller one.
+    sizes = [4, 6, 8, 10, 12, 14]
+    axes.set_prop_cycle(marker=[*"osD^vP"], markersize=sizes, color=[*"brgmck"])
+    for name, values in panel.series.items():
+        shown = [max(value, FLOOR) for value in values]
+        axes.plot(shown, label=name, markerfacecolor="none", linewidth=0.5)
+    rows = [row for report in panel.reports for row in report.rows if row.dtype and row.limit]
+    limits = {row.dtype: row.limit for row in sorted(rows, key=lambda row: row.limit)}
+    for dtype, limit in limits.items():
+        axes.axhline(limit, color="0.4", linestyle=":")
+        text, data = f"limit, {dtype}", axes.get_yaxis_transform()
+        axes.text(1, limit, text, transform=data, ha="right", va="bottom", fontsize="x-small")
     # More names than these would cover one another.
     every = -(-len(panel.ticks) // 24)
-    rotation = 0 if panel.ticks[0].isdecimal() else 60
     positions = range(0, len(panel.ticks), every)
-    axes.set_xticks(positions, panel.ticks[::every], fontsize="x-small", rotation=rotation)
-    axes.margins(y=0.1)
+    axes.set_xticks(positions, panel.ticks[::every], fontsize="x-small", rotation=60)
     axes.set_ylim(bottom=FLOOR / 3)
     axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize="small", frameon=False)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 
+from funcga.errors import listed
 from funcga.tools.compare.report import Report, figure
 from funcga.tools.compare.row import Row
 from funcga.tools.parity.run import CAUSES, Compared, Run
@@ -14,7 +15,7 @@ from funcga.tools.verify.causes import Cause
 
 def as_text(run: Run) -> str:
     """What a problem is, its table and its verdict."""
-    problem, rows, weights = run.problem, run.first.rows, run.first.weights
+    problem, (rows, weights) = run.problem, _sizes(run)
     about = f"{problem.name}: {problem.about}" if problem.about else problem.name
     each = f"n = {len(rows)}: {sum(rows)} rows in {len(rows)} micro-batches of {_span(rows)}"
     weighted = "" if problem.weight is None else f", of weights {_span(weights)}"
@@ -24,9 +25,14 @@ def as_text(run: Run) -> str:
     return "\n".join([about, each + weighted, table, *sentences])
 
 
+def _sizes(run: Run) -> tuple[list[int], list[float]]:
+    """The rows and the weights of the micro-batches."""
+    parts = run.first.parts
+    return [part.rows for part in parts], [float(part.weight) for part in parts]
+
+
 def _span(sizes: Sequence[float]) -> str:
-    least, most = min(sizes), max(sizes)
-    return f"{least:g}" if least == most else f"{least:g}..{most:g}"
+    return "..".join(f"{size:g}" for size in sorted({min(sizes), max(sizes)}))
 
 
 def _lines(run: Run) -> Iterator[list[str]]:
@@ -49,16 +55,12 @@ def _lines(run: Run) -> Iterator[list[str]]:
 
 
 def _where(compared: Compared) -> str:
-    path = _path(compared.report)
+    path = compared.report.worst.path if compared.report.worst else ""
     if compared.cause == "training":
-        return f"{path}, update {compared.training.update}"
+        return f"{path}, update {compared.update}"
     if compared.micro_batch is not None:
         return f"{path}, micro-batch {compared.micro_batch + 1}"
     return f"{path}, n={compared.n}" if compared.cause == "accumulation" else path
-
-
-def _path(report: Report) -> str:
-    return report.worst.path if report.worst else ""
 
 
 def _figures(report: Report) -> str:
@@ -99,7 +101,7 @@ def as_json(every: Sequence[Run]) -> dict[str, object]:
 
 
 def _run_as_json(run: Run) -> dict[str, object]:
-    results = [(c, _as_json(run, c)) for c in run.results]
+    results, (rows, weights) = [(c, _as_json(run, c)) for c in run.results], _sizes(run)
     return {
         "problem": run.problem.name,
         "about": run.problem.about,
@@ -107,8 +109,8 @@ def _run_as_json(run: Run) -> dict[str, object]:
         "ok": run.ok,
         "verdict": verdict(run),
         "reduction": run.first.reduction,
-        "microbatch_rows": run.first.rows,
-        "microbatch_weights": run.first.weights,
+        "microbatch_rows": rows,
+        "microbatch_weights": weights,
         "losses": {
             dtype: {side.framework: float(side.whole.loss) for side in sides}
             for dtype, sides in run.sides.items()
@@ -120,21 +122,18 @@ def _run_as_json(run: Run) -> dict[str, object]:
 
 def _as_json(run: Run, result: Compared) -> dict[str, object]:
     """The figures of a result: its fields, and those of its reports."""
-    common = {"dtype": result.dtype, "n": result.n, "ok": result.ok}
-    common["explained"] = not result.ok and run.is_explained(result)
-    training = result.training
-    if result.cause != "training":
-        fields = result._asdict()
-        del fields["report"], fields["training"]
-        return {**fields, **result.report.as_dict(), **common}
-    return {
-        **common,
-        "optimizer": training.optimizer,
-        "losses": training.losses,
-        "diverges": None if result.ok else training.update,
-        "worst": [report.most for report in training.reports],
-        "last": training.reports[-1].as_dict(),
-    }
+    dtype, n, ok, report = result.dtype, result.n, result.ok, result.report
+    common = {"dtype": dtype, "n": n, "ok": ok, "explained": not ok and run.is_explained(result)}
+    if result.cause == "training":
+        return common | {
+            "optimizer": result.optimizer,
+            "losses": result.losses,
+            "diverges": None if ok else result.update,
+            "worst": [report.most for report in result.reports],
+            "last": result.reports[-1].as_dict(),
+        }
+    fields = ("cause", "what", "framework", "micro_batch")
+    return report.as_dict() | {name: getattr(result, name) for name in fields} | common
 
 
 def verdict(run: Run) -> list[str]:
@@ -149,18 +148,14 @@ def verdict(run: Run) -> list[str]:
     return [*_fold(run), *first, *_rounding(run), *_training(run), *_aside(run)]
 
 
-def _wrong(run: Run, cause: str) -> list[Compared]:
-    return [c for c in run.wrong if c.cause == cause]
-
-
 def _is_in_one(run: Run) -> bool:
     # The full batches differ too, so one loss is not the other.
-    frameworks = {compared.framework for compared in _wrong(run, "accumulation")}
-    return len(frameworks) == 1 and bool(_wrong(run, "model"))
+    frameworks = {compared.framework for compared in run.wrong("accumulation")}
+    return len(frameworks) == 1 and bool(run.wrong("model"))
 
 
 def _fold(run: Run) -> Iterator[str]:
-    wrong = _wrong(run, "fold")
+    wrong = run.wrong("fold")
     if wrong:
         worst = _most(wrong)
         yield (
@@ -170,7 +165,7 @@ def _fold(run: Run) -> Iterator[str]:
 
 
 def _accumulation(run: Run) -> Iterator[str]:
-    wrong = _wrong(run, "accumulation")
+    wrong = run.wrong("accumulation")
     if not wrong:
         return
     worst, is_in_one, verdicts = _most(wrong), _is_in_one(run), run.verified.values()
@@ -207,7 +202,7 @@ def _causes(run: Run) -> dict[str, Cause]:
 
 
 def _model(run: Run) -> Iterator[str]:
-    wrong = _wrong(run, "model")
+    wrong = run.wrong("model")
     if not wrong:
         return
     # The run ends with float64: the finest dtype in which they differ says most.
@@ -228,20 +223,15 @@ def _which(compared: list[Compared]) -> str:
         return "in every micro-batch"
     if not wrong:
         return "in the full batch, but in none of its micro-batches"
-    numbers = ", ".join(wrong[:6]) + ", ..." * (len(wrong) > 6)
     return (
-        f"in micro-batch {numbers} of {len(parts)}, and not in the others: look at what those "
-        "rows have"
+        f"in micro-batch {listed(wrong)} of {len(parts)}, and not in the others: look at what "
+        "those rows have"
     )
 
 
 def _how(report: Report) -> str:
     """In which leaves, and in what way."""
     beyond, total = [row for row in report.rows if not row.ok], len(report.rows) - 1
-    unmatched = [row for row in beyond if row.status in ("missing", "extra", "shape")]
-    if unmatched:
-        names = ", ".join(f"{row.path} ({row.status})" for row in unmatched)
-        return f"The parameters do not match: {names}."
     for row in beyond:
         if row.status in ("nan", "inf"):
             return _not_finite(row)
@@ -297,7 +287,7 @@ def _factor(rows: list[Row]) -> float | None:
 
 
 def _rounding(run: Run) -> Iterator[str]:
-    wrong = [c for c in _wrong(run, "rounding") if math.isfinite(c.report.most)]
+    wrong = [c for c in run.wrong("rounding") if math.isfinite(c.report.most)]
     if wrong:
         worst = _most(wrong)
         yield (
@@ -308,27 +298,24 @@ def _rounding(run: Run) -> Iterator[str]:
 
 
 def _training(run: Run) -> Iterator[str]:
-    wrong = sorted(_wrong(run, "training"), key=lambda c: c.training.update)
+    wrong = sorted(run.wrong("training"), key=lambda c: c.update)
     if not wrong:
         return
-    text = f"The training diverges: {', '.join(map(_divergence, wrong))}"
-    text += f"; first {_path(wrong[0].report)}."
+    each = [f"{c.optimizer} ({c.dtype}) from update {c.update} on" for c in wrong]
+    text = f"The training diverges: {', '.join(each)}"
+    text += f"; first {_where(wrong[0]).partition(',')[0]}."
     same = " The gradients agree, so compare what the two optimizers do with them."
-    yield text if _wrong(run, "model") else text + same
-
-
-def _divergence(c: Compared) -> str:
-    return f"{c.training.optimizer} ({c.dtype}) from update {c.training.update} on"
+    yield text if run.wrong("model") else text + same
 
 
 def _aside(run: Run) -> Iterator[str]:
     """The parameters that are left out of the training."""
-    aside = dict.fromkeys(path for c in run.results for path in c.training.aside)
+    aside = dict.fromkeys(path for c in run.results for path in c.aside)
     if aside:
-        names = ", ".join([*aside][:4]) + (" and others" if len(aside) > 4 else "")
         yield (
-            f"Left out of the training with Adam: {names}. The gradient there is 0 except for "
-            "rounding, which Adam divides by itself, so that updates are noise in both frameworks."
+            f"Left out of the training with Adam: {listed([*aside])}. The gradient there is 0 "
+            "except for rounding, which Adam divides by itself, so that updates are noise in both "
+            "frameworks."
         )
 
 
@@ -349,7 +336,7 @@ def _agreement(run: Run) -> str:
         text += f", which this loss makes large: {_worst(_most(large))}, as rounded arguments do"
     for c in run.of("training"):
         if not c.ok:
-            where = f"{c.training.optimizer}, {c.dtype}: from update {c.training.update} on"
+            where = f"{c.optimizer}, {c.dtype}: from update {c.update} on"
             return f"{text}, which training makes larger ({where})."
     return f"{text}."
 

@@ -42,13 +42,13 @@ class Result(NamedTuple):
     loss: Array
     gradient: dict[str, Array]
 
-    @property
-    def is_finite(self) -> bool:
-        """Whether every number of it is."""
-        return all(
-            np.isfinite(leaf.astype(np.float64)).all()
-            for leaf in (self.loss, *self.gradient.values())
-        )
+
+class Part(NamedTuple):
+    """A micro-batch: the arguments of the gradient function, its rows, and its weight."""
+
+    args: tuple[Tree, ...]
+    rows: int
+    weight: Scalar
 
 
 @dataclass(frozen=True)
@@ -120,24 +120,12 @@ class Side:
         nor divided.
         """
         with self.running():
-            return [self.result(self.compiled(*args)) for args, _ in self.parts]
-
-    @property
-    def weights(self) -> list[float]:
-        """The weight of each of n micro-batches."""
-        with self.running():
-            return [float(self.weight(args, rows)) for args, rows in self.parts]
+            return [self.result(self.compiled(*part.args)) for part in self.parts]
 
     def weight(self, args: tuple[Tree, ...], rows: int) -> Scalar:
         """The weight of a micro-batch of so many rows."""
         weight = self.problem.weight
         return rows if weight is None else weight(*self.arguments.split_args(args))
-
-    @property
-    def rows(self) -> list[int]:
-        """The rows of each of n micro-batches."""
-        with self.running():
-            return [rows for _, rows in self.parts]
 
     @property
     def reduction(self) -> int:
@@ -158,11 +146,13 @@ class Side:
         """The params and the batch, and how they are split."""
         return read_arguments(self.args, self.problem.in_axes, self.gradient, self.backend)
 
-    @property
-    def parts(self) -> list[tuple[tuple[Tree, ...], int]]:
-        """(args, rows) of each of n micro-batches."""
-        rows = groups(self.arguments.rows(), self.n, None)
-        return [(self.arguments.cut(start, size, []), size) for start, size in starts(rows)]
+    @cached_property
+    def parts(self) -> list[Part]:
+        """The n micro-batches."""
+        sizes = starts(groups(self.arguments.rows(), self.n, None))
+        with self.running():
+            cut = [(self.arguments.cut(start, size, []), size) for start, size in sizes]
+            return [Part(args, rows, self.weight(args, rows)) for args, rows in cut]
 
     @property
     def label(self) -> str:
@@ -290,7 +280,7 @@ class Side:
         the largest leaf.
         """
         # In a sum that cancels, rounding is relative to the terms, and not to what is left of them.
-        largest = max((float(np.abs(leaf).max(initial=0)) for leaf in right.values()), default=0.0)
+        largest = largest_of(right)
         report = compare(
             left,
             right,
@@ -319,6 +309,11 @@ class Side:
 
         named = {path: divided(leaf) for path, leaf in self.named(gradient).items()}
         return Result(divided(to_numpy(loss)), named)
+
+
+def largest_of(leaves: dict[str, Array]) -> float:
+    """The largest absolute value of all leaves; NaN if there is one."""
+    return float(np.max([float(np.abs(x).max(initial=0)) for x in leaves.values()], initial=0))
 
 
 def is_float(dtype: Dtype) -> bool:
@@ -366,9 +361,7 @@ def fold_in_framework(side: Side, stacked: dict[str, Array], weights: Sequence[f
     """The Folded of a framework, by the loop that accumulates gradients: a row is the gradient
     of a micro-batch.
     """
-    # Counts stay integers, as they come from a loader.
-    is_count = all(float(weight).is_integer() for weight in weights)
-    dtype = "int32" if is_count else "float64" if side.dtype == "float64" else "float32"
+    dtype = "float64" if side.dtype == "float64" else "float32"
 
     def first(gradients: dict[str, Array], weights: Array) -> Tree:
         gradient = {path: leaf[0] for path, leaf in gradients.items()}
@@ -380,7 +373,7 @@ def fold_in_framework(side: Side, stacked: dict[str, Array], weights: Sequence[f
         step = accumulate(
             first, len(weights), fold=folds, weight=lambda gradients, weights: weights[0], in_axes=0
         )
-        folded, sums = to_numpy(side.own.unoptimised(step)(*batch))
+        folded, sums = to_numpy(side.own.compiled(step)(*batch))
         return folded, sums
 
 

@@ -226,8 +226,8 @@ class Case:
             (f"n = {n}", tuple(map(len, np.array_split(every, n))), every, whole, {"n": n})
             for n in self.counts or [min(3, probe.rows)]
         ]
-        sizes = probe.rows - self.group, self.group
-        splits.append((name, sizes, order, permuted, {"microbatch_size": sizes[0]}))
+        uneven = probe.rows - self.group, self.group
+        splits.append((name, uneven, order, permuted, {"microbatch_size": uneven[0]}))
         # Moments depend on the number of micro-batches.
         compared = [i for i, fold in enumerate(probe.folds) if not fold.reducer.over_steps]
         failed = set[int]()

@@ -23,7 +23,6 @@ from funcga._call import Program
 from funcga._fold.outputs import broadcast_folds
 from funcga._grad import GradientFunction
 from funcga._types import Array, Namespace, Scalar, Tree
-from funcga.errors import FuncgaError
 from funcga.folds import Fold, mean, sum
 from funcga.tools.coupled import Coupled, coupled
 from funcga.tools.trees import to_numpy

@@ -176,12 +176,13 @@ def _parts(value: Any, name: str, code: types.CodeType | None) -> Iterator[_Part
         yield value.func, name, code, lambda other: partial(other, *value.args, **value.keywords)
         reader = getattr(value.func, "__code__", None)
         for label, part in value.keywords.items():
-            yield part, label, reader, lambda other, label=label: partial(value, **{label: other})
+            yield part, label, reader, partial(_with_keyword, value, label)
     elif isinstance(value, types.MethodType):
         function, owner = value.__func__, value.__self__
         yield function, name, code, lambda other: types.MethodType(other, owner)
         for part, label, reader, put in _settings(owner, "self", function.__code__):
-            yield part, label, reader, lambda other, put=put: partial(function, put(other))
+            of_method = lambda other, put=put: partial(function, put(other))
+            yield part, label, reader, of_method
     # A gradient function of funcga's, or a pure_loss.
     elif is_dataclass(kind) and hasattr(value, "loss_fn"):
         yield value.loss_fn, name, code, lambda other: replace(value, loss_fn=other)
@@ -216,10 +217,14 @@ def _with_variable(function: types.FunctionType, name: str, value: object) -> ob
         cells = dict(zip(code.co_freevars, closure or (), strict=True))
         closure = tuple((cells | {name: types.CellType(value)}).values())
     elif name in code.co_varnames:
-        return partial(function, **{name: value})
+        return _with_keyword(function, name, value)
     else:
         of_module = {**of_module, name: value}
     return _copy(function, code, of_module, closure)
+
+
+def _with_keyword(function: Callable[..., Any], name: str, value: object) -> object:
+    return partial(function, **{name: value})
 
 
 def _copy(

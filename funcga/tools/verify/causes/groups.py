@@ -114,25 +114,15 @@ class Evidence:
         Where several count alike in this batch, it is those that the loss counts also when the rows
         of one array no longer belong to those of another.
         """
-        chosen = [*combinations(counts(self.probe), number)]
-        fits = self._fits(chosen, has_sum)
-        first = next(fits, None)
-        if first is None:
-            return ()
-        alike = [first, *fits]
-        if len(alike) > 1:
+        every = [*counts(self.probe)]
+        fits = [*self._fits([*combinations(range(len(every)), number)], has_sum)]
+        if len(fits) > 1:
             apart = replace(self.case, probe=self.probe.with_rows_apart(self.case.seed))
-            # The expressions are the same, as every array has its own rows.
-            others = dict(zip(chosen, combinations(counts(apart.probe), number), strict=True))
-            of_others = {others[each]: each for each in alike}
-            still = next(replace(self, case=apart)._fits([*of_others], has_sum), None)
-            first = first if still is None else of_others[still]
-        return first
+            fits = [*replace(self, case=apart)._fits(fits, has_sum), *fits]
+        return tuple(every[index] for index in fits[0]) if fits else ()
 
-    def _fits(
-        self, chosen: Sequence[tuple[Count, ...]], has_sum: bool
-    ) -> Iterator[tuple[Count, ...]]:
-        """Those of the chosen counts that explain the leaves.
+    def _fits(self, chosen: Sequence[tuple[int, ...]], has_sum: bool) -> Iterator[tuple[int, ...]]:
+        """Those of the chosen counts, by index, that explain the leaves.
 
         With three groups of rows few counts fit by chance. With two, a mean over pairs of rows of
         two kinds looks like two means.
@@ -142,23 +132,24 @@ class Evidence:
         points = [point for point in product((0, 1, 2), repeat=3) if 0 < sum(point) < 4]
         vectors = _values_at(self.case, parts, self.leaves, points)
         # A loss may refuse some batches, and a few points show nothing.
-        if len(vectors) <= 3 * (len(chosen[0]) + has_sum):
+        if not chosen or len(vectors) <= 3 * (len(chosen[0]) + has_sum):
             return
         times = np.array([*vectors])
         # As many numbers as points have the same distances as whole gradients.
         values = np.transpose(np.linalg.qr(np.transpose([*vectors.values()]), mode="r"))
         tolerance = 100 * self.case.limit.relative * np.linalg.norm(values)
-        for each in chosen:
-            counted = [times * [count.of(part) for part in parts] for count in each]
-            if not all((every.sum(1) > 0).all() for every in counted):
+        every = [times * [count.of(part) for part in parts] for count in counts(self.probe)]
+        for indices in chosen:
+            counted = [every[index] for index in indices]
+            if not all((each.sum(1) > 0).all() for each in counted):
                 continue
             # The mean of several groups is the sum of their own means, each times its share of what
             # is counted. Fit those means.
-            shares = [every / every.sum(1, keepdims=True) for every in counted]
+            shares = [each / each.sum(1, keepdims=True) for each in counted]
             terms = np.concatenate([*shares, *([times] if has_sum else [])], axis=1)
             means = np.linalg.lstsq(terms, values, rcond=None)[0]
             if np.linalg.norm(terms @ means - values) <= tolerance:
-                yield each
+                yield indices
 
     def leaves_out(self, weigh: Callable[[Rows], float]) -> bool:
         """Whether rows that weigh 0 have a gradient that is not 0: the leaves change without these

@@ -52,7 +52,8 @@ def _of_leaf(case: Case, leaf: int) -> Cause:
         # Rows in another order are to have the same summaries, in that order.
         permuted, moved = summary.values(order)[leaf], np.take(whole, order, axis)
         if case.differ([permuted], [moved]):
-            return of_position(case, *case.limit.differences([permuted], [moved]), path)
+            (difference,) = case.limit.differences([permuted], [moved])
+            return of_position(case, difference, path)
     elif line := _better_line(case, leaf):
         return cause("wrong fold", where=path, line=line)
     if axis is None and not reducer.additive:
