@@ -144,10 +144,9 @@ def mine(tmp_path, more, *options):
     return code, problem, " ".join(problem["verdict"])
 
 
-def test_a_problem_of_ones_own(tmp_path, monkeypatch, capsys):
+def test_a_problem_of_ones_own(tmp_path, capsys):
     import jax
 
-    monkeypatch.setattr("funcga.tools.commands.SECONDS", 0)
     before = jax.config.jax_enable_x64
     code, problem, verdict = mine(tmp_path, "", "--dtype", "bfloat16,float32")
     assert jax.config.jax_enable_x64 == before
@@ -158,14 +157,12 @@ def test_a_problem_of_ones_own(tmp_path, monkeypatch, capsys):
     assert verdict.startswith("The same. In float64 ")
     assert verdict.endswith("what is left in less precision is rounding.")
 
-    printed, progress = capsys.readouterr()
+    printed = capsys.readouterr().out
     assert "n = 3: 12 rows in 3 micro-batches of 4\n" in printed
     assert re.search(r"accumulation +torch vs full batch +\S+ < \S+ +\S+ < \S+e-6 +\S+ < 1e-13 ", printed)
     # In each dtype a loss and two gradients of 2 accumulated, the full batch and 3 micro-batches, two gradients in 4
     # folds and 2 updates; and 2 x 2 x 3 for rounding.
     assert printed.rstrip().endswith("Verdict: the same. All 102 differences of a leaf are within their limits.")
-    done = re.findall(r"^problem: (\d+) comparisons are done$", progress, re.MULTILINE)
-    assert [*map(int, done)] == [*range(1, len(done) + 1)]
 
 
 def test_one_framework_is_enough_and_one_micro_batch_no_accumulation(tmp_path):
@@ -286,7 +283,7 @@ WRONG = {
     ),
     "not a number": (
         "problem = funcga.checks.Problem(params, (x, y), torch_loss, lambda p, x, y: jax_loss(p, x, y) + 0 * jnp.sqrt(p['out'] * 0).sum(), optimizers=())",
-        r"out has NaN in JAX: 0 in torch, 4 in JAX\.",
+        r"out has NaN or infinities: 0 in torch, 4 in JAX\.",
         {"accumulation", "model", "rounding"},
     ),
 }  # fmt: skip

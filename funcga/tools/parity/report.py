@@ -10,7 +10,6 @@ from funcga.tools.parity.run import CAUSES, Compared, Run
 from funcga.tools.parity.sides import named
 from funcga.tools.reports.commands import versions
 from funcga.tools.reports.tables import text_table
-from funcga.tools.verify.causes import Cause
 
 
 def as_text(run: Run) -> str:
@@ -192,13 +191,9 @@ def _accumulation(run: Run) -> Iterator[str]:
             "and weight= of the Problem, which are for both."
         )
     line = f"For {where} alone" if is_in_one else "To fix it"
-    yield from (f"{cause.what} {line}: {cause.fix}" for cause in _causes(run).values())
-
-
-def _causes(run: Run) -> dict[str, Cause]:
-    """The causes that verify has found, by name: both frameworks usually have the same."""
-    causes = [cause for verdict in run.verified.values() for cause in verdict.causes]
-    return {cause.name: cause for cause in causes}
+    # Both frameworks usually have the same causes.
+    causes = {cause.name: cause for verdict in verdicts for cause in verdict.causes}
+    yield from (f"{cause.what} {line}: {cause.fix}" for cause in causes.values())
 
 
 def _model(run: Run) -> Iterator[str]:
@@ -231,18 +226,15 @@ def _which(compared: list[Compared]) -> str:
 
 def _how(report: Report) -> str:
     """In which leaves, and in what way."""
-    beyond, total = [row for row in report.rows if not row.ok], len(report.rows) - 1
+    beyond = [row for row in report.rows if not row.ok]
     for row in beyond:
-        if row.status in ("nan", "inf"):
-            return _not_finite(row)
-    return _how_much(beyond, total)
-
-
-def _how_much(beyond: list[Row], total: int) -> str:
-    """How the loss or the gradients differ by numbers alone, in the rows that are beyond."""
-    leaves = [row for row in beyond if row.path != "loss"]
+        torch, jax = (nans + infs for nans, infs in zip(row.nans, row.infs, strict=True))
+        if torch or jax:
+            return f"{row.path} has NaN or infinities: {torch} in torch, {jax} in JAX."
+    leaves, total = [row for row in beyond if row.path != "loss"], len(report.rows) - 1
     count = f"beyond the limit are {len(leaves)} of {total} gradients"
-    if len(leaves) < len(beyond):
+    is_of_loss = len(leaves) < len(beyond)
+    if is_of_loss:
         text = f"The loss itself differs, by {beyond[0].relative:.1e}; {count}"
     else:
         text = f"The loss is the same and its gradient is not; {count}"
@@ -258,32 +250,23 @@ def _how_much(beyond: list[Row], total: int) -> str:
     if worst:
         text += "; most in " + ", ".join(f"{row.path} ({row.relative:.1e})" for row in worst)
     # If the loss is the same, or very different, it is no such constant.
-    if len(leaves) == len(beyond) or beyond[0].relative >= 1e-2:
-        return f"{text}."
-    return (
-        f"{text}. A difference this small often comes from a constant or an approximation: the eps "
-        "of a normalisation, tanh for erf in GELU."
-    )
-
-
-def _not_finite(row: Row) -> str:
-    kind, counts = {"nan": ("NaN", row.nans), "inf": ("infinities", row.infs)}[row.status]
-    where = "both" if all(counts) else "torch" if counts[0] else "JAX"
-    return f"{row.path} has {kind} in {where}: {counts[0]} in torch, {counts[1]} in JAX."
+    if is_of_loss and beyond[0].relative < 1e-2:
+        text += (
+            ". A difference this small often comes from a constant or an approximation: the eps of "
+            "a normalisation, tanh for erf in GELU"
+        )
+    return f"{text}."
 
 
 def _factor(rows: list[Row]) -> float | None:
     """The one number that all leaves differ by, if there is one."""
     # The ratio in one place of each leaf, and the angle between the leaves, for all other places.
-    ratios = [
-        row.values[0] / row.values[1] for row in rows if row.values is not None and row.values[1]
-    ]
-    straight = all(row.cosine is None or row.cosine > 1 - 1e-9 for row in rows)
-    alike = len(ratios) == len(rows) > 0 and all(
-        math.isclose(ratio, ratios[0], rel_tol=1e-6) for ratio in ratios
-    )
-    is_factor = straight and alike and not math.isclose(ratios[0], 1, rel_tol=1e-4)
-    return ratios[0] if is_factor else None
+    ratios = [row.values[0] / row.values[1] for row in rows if row.values and row.values[1]]
+    is_straight = all(row.cosine is None or row.cosine > 1 - 1e-9 for row in rows)
+    if not is_straight or len(ratios) < len(rows):
+        return None
+    is_alike = all(math.isclose(ratio, ratios[0], rel_tol=1e-6) for ratio in ratios)
+    return ratios[0] if is_alike and not math.isclose(ratios[0], 1, rel_tol=1e-4) else None
 
 
 def _rounding(run: Run) -> Iterator[str]:
@@ -302,10 +285,10 @@ def _training(run: Run) -> Iterator[str]:
     if not wrong:
         return
     each = [f"{c.optimizer} ({c.dtype}) from update {c.update} on" for c in wrong]
-    text = f"The training diverges: {', '.join(each)}"
-    text += f"; first {_where(wrong[0]).partition(',')[0]}."
-    same = " The gradients agree, so compare what the two optimizers do with them."
-    yield text if run.wrong("model") else text + same
+    where = _where(wrong[0]).partition(",")[0]
+    yield f"The training diverges: {', '.join(each)}; first {where}."
+    if not run.wrong("model"):
+        yield "The gradients agree, so compare what the two optimizers do with them."
 
 
 def _aside(run: Run) -> Iterator[str]:

@@ -4,7 +4,7 @@ difference.
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import cycle, islice
 from typing import NamedTuple
@@ -90,7 +90,7 @@ class Compared(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """The run of a problem: take all of `compute`, then ask what was found.
+    """The run of a problem.
 
     Args:
         problem: The problem.
@@ -98,7 +98,6 @@ class Run:
         ns: The numbers of micro-batches.
         updates: The number of training updates of each optimizer.
         device: The device of both frameworks.
-        results: What has been compared, to which `compute` adds.
 
     Raises:
         FuncgaError: If parts of the problem do not fit.
@@ -109,7 +108,6 @@ class Run:
     ns: Sequence[int]
     updates: int
     device: str = "cpu"
-    results: list[Compared] = field(default_factory=list)
 
     @property
     def n(self) -> int:
@@ -130,11 +128,10 @@ class Run:
         """The first side, whose rows and weights are those of all."""
         return self.sides[self.dtypes[0]][0]
 
-    def compute(self) -> Iterator[Compared]:
-        """Computes and compares, one result after the other."""
-        for result in self._compared():
-            self.results.append(result)
-            yield result
+    @cached_property
+    def results(self) -> list[Compared]:
+        """What has been compared."""
+        return [*self._compared()]
 
     def _compared(self) -> Iterator[Compared]:
         for sides in self.sides.values():
@@ -145,7 +142,7 @@ class Run:
             for side in sides:
                 yield from self._folded(side, sides[0])
                 yield from self._rounded(side)
-        if len(self.problem.losses) == 2 and self.updates:
+        if len(self.problem.losses) == 2 and self.updates > 0:
             for sides in self.sides.values():
                 for optimizer in self.problem.optimizers:
                     yield self._trained(sides, optimizer)
@@ -158,12 +155,12 @@ class Run:
             yield Compared("accumulation", what, side.dtype, n, [report], side.label)
 
     def _model(self, torch: Side, jax: Side) -> Iterator[Compared]:
-        names, rules = ("torch", "JAX"), self.problem.rules
-        report = torch.report(torch.whole, jax.whole, names, rules)
+        names = ("torch", "JAX")
+        report = torch.report(torch.whole, jax.whole, names)
         yield Compared("model", "torch vs JAX, full", torch.dtype, None, [report])
         pairs = zip(torch.micro_batches, jax.micro_batches, strict=True)
         for index, (left, right) in enumerate(pairs):
-            report, what = torch.report(left, right, names, rules), "torch vs JAX, micro"
+            report, what = torch.report(left, right, names), "torch vs JAX, micro"
             yield Compared("model", what, torch.dtype, self.n, [report], micro_batch=index)
 
     def _folded(self, side: Side, first: Side) -> Iterator[Compared]:
@@ -184,7 +181,7 @@ class Run:
         for exact in self.sides.get("float64", ()):
             if exact.framework == side.framework and side.dtype != "float64":
                 names = (side.dtype, "float64")
-                report = side.report(side.whole, exact.whole, names, check_dtype=False)
+                report = side.report(side.whole, exact.whole, names)
                 what = f"{side.label} vs float64"
                 yield Compared("rounding", what, side.dtype, None, [report], side.label)
 
@@ -201,7 +198,7 @@ class Run:
             # Every update adds the rounding of its gradient.
             terms = left.reduction * update
             losses.append(loss)
-            reports.append(left.compared(params, others, names, terms, self.problem.rules))
+            reports.append(left.compared(params, others, names, terms))
         what, n = f"{optimizer}, {self.updates} updates", min(self.n, _WINDOW)
         return Compared(
             "training",
