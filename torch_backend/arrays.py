@@ -1,11 +1,10 @@
 """The facts about tensors that the mathematics needs, and whose memory a tensor is in."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+import operator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from itertools import pairwise
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -13,22 +12,17 @@ from torch.nn.parameter import is_lazy
 
 from funcga._fold import Tally
 from funcga._types import Dtype, Scalar
-from funcga.errors import FuncgaError, no_derivative, no_device
+from funcga.errors import FuncgaError, no_derivative
 from torch_backend import _private
 from torch_backend.dtensor import (
     as_dtensor,
     is_dtensor,
-    local,
     local_tensors,
-    summed_over_shards,
-    without_partials,
 )
 
 xp = torch
 
-_IS_CPU, _DTYPE, _DEVICE, _NBYTES, _CDATA = map(
-    attrgetter, ("is_cpu", "dtype", "device", "nbytes", "_cdata")
-)
+_IS_CPU, _DTYPE, _NBYTES, _CDATA = map(operator.attrgetter, ("is_cpu", "dtype", "nbytes", "_cdata"))
 
 
 def owns(leaf: object) -> bool:
@@ -98,10 +92,10 @@ def _is_number_of_host(array: torch.Tensor) -> bool:
     return array.is_cpu and not array.ndim
 
 
-def cast(
-    array: torch.Tensor, dtype: torch.dtype, beside: torch.Tensor | None = None
-) -> torch.Tensor:
-    """The array in another dtype, and on the device of the one beside it."""
+def cast(array: Scalar, dtype: torch.dtype, beside: torch.Tensor | None = None) -> torch.Tensor:
+    """The array, or number, in a dtype, and on the device of the one beside it."""
+    if not isinstance(array, torch.Tensor):
+        return torch.full((), array, dtype=dtype, device="cpu")
     if beside is None or _is_number_of_host(array) or _is_number_of_host(beside):
         return array.to(dtype)
     return array.to(beside.device, dtype)
@@ -130,46 +124,6 @@ def strided(array: torch.Tensor) -> torch.Tensor:
     hardly is.
     """
     return array if array.layout is torch.strided else array.to_dense()
-
-
-def measured(
-    measure: Callable[[torch.Tensor], torch.Tensor], arrays: Sequence[torch.Tensor]
-) -> list[torch.Tensor]:
-    """`measure(array)`, a sum over the elements, of each array, over all shards."""
-    if not any(map(is_dtensor, arrays)):
-        return [measure(array).to(arrays[0].device) for array in arrays]
-    whole = [without_partials(array) for array in arrays]
-    measures = [measure(local(array)) for array in whole]
-    return summed_over_shards(measures, whole)
-
-
-def finite(arrays: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    """Whether all numbers are finite, as a 0-d array; None is skipped."""
-    present = [array.detach() for array in arrays if array is not None]
-    if any(map(is_dtensor, present)):  # each process has a shard of the numbers
-        infinite = measured(lambda shard: (~_finite([shard])).float(), present)
-        return torch.stack([count.to(infinite[0].device) for count in infinite]).eq(0).all()
-    return _finite(present)
-
-
-def _finite(arrays: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The same of what this process holds."""
-    # A few numbers, not all of them finite if any number of the leaves is not. One pass, without a
-    # mask in memory, and nothing waits for the result here.
-    extremes, on_device = list[torch.Tensor](), list[torch.Tensor]()
-    for array in map(strided, arrays):
-        real = torch.view_as_real(array.resolve_conj()) if array.is_complex() else array
-        # On the CPU a norm is twenty times slower than minimum and maximum. On a device it is one
-        # kernel for all leaves.
-        if real.numel() and real.is_cpu:
-            extremes += torch.aminmax(real)
-        elif real.numel():
-            on_device.append(real)
-    if on_device:
-        extremes += torch._foreach_norm(on_device, float("inf"))
-    if len({(extreme.device, extreme.dtype) for extreme in extremes}) > 1:
-        extremes = [extreme.to(arrays[0].device, torch.float64) for extreme in extremes]
-    return torch.stack(extremes).isfinite().all() if extremes else as_array(True)
 
 
 def scalar(weight: Scalar) -> Scalar:
@@ -207,13 +161,6 @@ def addends(weight: Scalar, wide: bool) -> tuple[torch.Tensor, ...]:
     # float of 64 bits might not hold it.
     whole = weight if weight.is_floating_point() else weight.to(torch.int64)
     return high, (whole - high.to(whole.dtype)).to(torch.float32)
-
-
-def integer(number: Scalar) -> torch.Tensor:
-    """A count as a 0-d int32 array."""
-    if isinstance(number, torch.Tensor):
-        return number.to(torch.int32)
-    return torch.full((), number, dtype=torch.int32, device="cpu")
 
 
 # --- What is differentiated -----------------------------------------------------------------------
@@ -283,7 +230,7 @@ def divide(sums: list[torch.Tensor], total: float) -> None:
     # faster.
     divisor: Scalar = total
     kinds = {*zip(map(_IS_CPU, sums), map(_DTYPE, sums), strict=True)}
-    if kinds == {(True, torch.float32)} or kinds == {(True, torch.float64)}:
+    if kinds in ({(True, torch.float32)}, {(True, torch.float64)}):
         divisor = torch.full((), total, dtype=sums[0].dtype, device="cpu")
     torch._foreach_div_(sums, divisor)
 
@@ -294,20 +241,6 @@ def is_power_of_two(number: float) -> bool:
 
 
 # --- Memory ---------------------------------------------------------------------------------------
-
-
-def device(name: object) -> torch.device:
-    """The device of this name; FuncgaError, which says what there is, if there is none."""
-    try:
-        return torch.empty(0, device=name).device  # type: ignore[call-overload, no-any-return]
-    except (AssertionError, NotImplementedError, RuntimeError, TypeError) as error:
-        raise no_device(name, "torch", devices()) from error
-
-
-def devices() -> list[str]:
-    """The names of the devices that there are."""
-    accelerator = torch.accelerator.current_accelerator()
-    return ["cpu", *[f"{accelerator}:{index}" for index in range(torch.accelerator.device_count())]]
 
 
 def owned(array: torch.Tensor, others: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -340,50 +273,27 @@ def without_overlap(tensors: Sequence[torch.Tensor | None]) -> list[Any]:
 
     None stays None.
     """
-    separate: list[Any] = list(tensors)
-    if _are_apart(separate):
-        return separate
-    extents = sorted(
-        (*_extent(tensor), index) for index, tensor in enumerate(separate) if tensor is not None
-    )
+    separate: list[Any] = [*tensors]
+    present = [index for index, tensor in enumerate(separate) if tensor is not None]
+    extents = []
+    for index, shard in zip(present, local_tensors([separate[i] for i in present]), strict=True):
+        if shard.layout is not torch.strided or not shard.numel():
+            continue
+        start, nbytes = shard.data_ptr(), shard.nbytes
+        end = start + nbytes
+        if not shard.is_contiguous():
+            steps = map(operator.mul, [size - 1 for size in shard.shape], shard.stride())
+            end = start + (sum(steps) + 1) * shard.element_size()
+        extents.append((start, end, nbytes, index, shard.device))
     # In the order of addresses, each tensor must begin at or after the end of all earlier ones. If
     # the extent of one is shorter than the bytes of its elements, some of these share memory.
-    ends: dict[str, int] = {}
-    for device, start, end, nbytes, index in extents:
-        tensor = separate[index]
-        if tensor is not None and (start < ends.get(device, 0) or end - start < nbytes):
-            separate[index] = tensor.clone()
+    ends: dict[torch.device, int] = {}
+    for start, end, nbytes, index, device in sorted(extents):
+        if start < ends.get(device, 0) or end - start < nbytes:
+            separate[index] = separate[index].clone()
         else:
             ends[device] = end
     return separate
-
-
-def _are_apart(tensors: list[Any]) -> bool:
-    """Whether contiguous tensors are seen at once to have memory of their own, all of it on one
-    device.
-    """
-    # None is of another type, so that it comes first.
-    if {*map(type, tensors)} != {torch.Tensor} or len({*map(_DEVICE, tensors)}) > 1:
-        return False
-    if not all(map(torch.Tensor.is_contiguous, tensors)):
-        return False
-    spans = sorted(zip(map(torch.Tensor.data_ptr, tensors), map(_NBYTES, tensors), strict=True))
-    return all(start + nbytes <= following for (start, nbytes), (following, _) in pairwise(spans))
-
-
-def _extent(tensor: torch.Tensor) -> tuple[str, int, int, int]:
-    """The device of a tensor, the addresses of its memory from start to end, and the bytes of
-    its elements.
-    """
-    shard = local_tensors([tensor])[0]
-    if shard.layout is not torch.strided or not shard.numel():
-        return str(shard.device), 0, 0, 0
-    # The offset of the last element, in elements.
-    last = sum(
-        (size - 1) * stride for size, stride in zip(shard.shape, shard.stride(), strict=True)
-    )
-    start, width = shard.data_ptr(), shard.element_size()
-    return str(shard.device), start, start + (last + 1) * width, shard.numel() * width
 
 
 def represents_exactly(dtype: torch.dtype, number: float) -> bool:

@@ -11,14 +11,13 @@ from jax import lax
 from funcga._backend import Backend
 from funcga._call import Program
 from funcga._call.arguments import groups
-from funcga._tools import load
 from funcga._types import Scalar, Tree
 from funcga.folds import sum as summed
 from funcga.tools.coupled import Cotangents, Coupled, Summaries
 from jax_backend import arrays, sharding, trees
-from jax_backend.compiled import compiled
+from jax_backend.compiled import Compiled
 from jax_backend.gradients import depends
-from jax_backend.loop import accumulated, fold_batch, tally_of, totals_of
+from jax_backend.loop import accumulated, begin, fold_batch, tallies_of
 from jax_backend.sharding import Spread
 
 
@@ -37,13 +36,13 @@ class _Step:
 
     def __init__(self, job: Coupled, backend: Backend):
         self.job, self.backend = job, backend
-        self.step = compiled(self.traced)
+        self.step = Compiled(self.traced)
 
     def traced(self, spread: Spread, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> Tree:
         """The step, traced."""
         job, backend = self.job, self.backend
-        if job.program.totals is not None:
-            kwargs = dict(**kwargs, totals=totals_of(job.program, backend, spread, args))
+        if job.program.prologue is not None:
+            kwargs = begin(job.program, backend, spread, args, kwargs)
         arguments = job.program.read(args, backend)
         arg_indices = job.arg_indices(arguments)
         params = [args[arg_index] for arg_index in arg_indices]
@@ -57,10 +56,7 @@ class _Step:
         # The first pass: the summaries. With one micro-batch, XLA merges both passes.
         first = job.first()
         outputs, folded, spread = fold_batch(first, backend, spread, args, kwargs)
-        tallies = [
-            tally_of(folded.total, folded.unit, fold.is_mean, fold.is_narrow)
-            for fold in outputs.reduced_folds
-        ]
+        tallies = tallies_of(outputs, folded.total, folded.unit)
         triples = zip(outputs.reduced_folds, folded.reduced, tallies, strict=True)
         reduced = [fold.normalize(leaf, tally) for fold, leaf, tally in triples]
         value = outputs.join(reduced, folded.collected, folded.state)
@@ -98,11 +94,7 @@ class _Step:
         composed = job.gradient.compose(
             loss, aux, [jax.tree.map(jnp.add, *pair) for pair in zip(grads, of_params, strict=True)]
         )
-        totals = job.program.totals
-        if totals is None:
-            return composed
-        marked: Tree = load("totals.in_jax", "totals=").nan_if_overflown(composed, kwargs["totals"])
-        return marked
+        return job.program.finish(backend, composed, kwargs)
 
 
 def _with_indices(in_axes: Tree, count: int) -> Tree:

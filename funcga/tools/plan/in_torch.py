@@ -73,6 +73,11 @@ def _free_on(device: torch.device) -> int:
     )
 
 
+def is_compiling() -> bool:
+    """Whether the call belongs to a program that is being compiled."""
+    return torch.compiler.is_compiling()
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether the error says that memory has run out."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
@@ -234,7 +239,7 @@ def _first(
     grows = arguments.state or any(fold.reducer.monoid.collective is None for fold in folds)
     is_wrapped = _wrapper(program) is not None
     enough = _ENOUGH + 2 * is_wrapped
-    if n is None or n <= enough or grows or program.totals is not None:
+    if n is None or n <= enough or grows or program.prologue is not None:
         return args, n
     sizes = [size for _, size in starts(groups(arguments.rows(), n, None))]
     # The first micro-batches are the larger ones, so that rows for all of these are cut into the

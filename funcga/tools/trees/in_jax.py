@@ -12,6 +12,8 @@ import numpy as np
 from funcga._types import Array, Dtype
 from funcga.tools.trees import ExportError, Extent
 from jax_backend import _private, arrays
+from jax_backend.arrays import device as device
+from jax_backend.arrays import devices as devices
 
 Place: TypeAlias = jax.Device | jax.sharding.Sharding
 
