@@ -425,8 +425,8 @@ MISTAKES = {
 
 MISTAKES |= {
     "a norm": ((TORCH,), two_args(lambda p, x, y: terms(p, x, y).sum() ** 0.5), ["coupled rows"], "the square of a norm"),
-    "a sum over a root": ((TORCH,), two_args(lambda p, x, y: terms(p, x, y).sum() / len(x) ** 0.5), ["other normaliser"], "fold=funcga.sum(), and divide the result"),
-    "a token sum over a root": ((TORCH,), case(lambda p, b: token_sum(p, b) / b["mask"].sum() ** 0.5), ["other normaliser"], "count of the whole batch ** 0.5"),
+    "a sum over a root": ((TORCH,), two_args(lambda p, x, y: terms(p, x, y).sum() / len(x) ** 0.5), ["coupled rows"], "fold=funcga.sum())"),
+    "a token sum over a root": ((TORCH,), case(lambda p, b: token_sum(p, b) / b["mask"].sum() ** 0.5), ["coupled rows"], "fold=funcga.sum())"),
     "log of a mean": ((TORCH,), two_args(lambda p, x, y: terms(p, x, y).mean().log()), ["batch statistics"], "grads / value"),
     "weights of losses": ((TORCH,), two_args(self_paced), ["batch statistics"], "fold=funcga.mean())"),
     "labels and a mask, shifted": ((TORCH,), causal, ["uneven tokens"], "weight=lambda batch: (batch['labels'][:, 1:] != -100).sum()"),

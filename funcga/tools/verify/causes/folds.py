@@ -16,7 +16,7 @@ from funcga.tools.verify.causes.calls import by_position
 from funcga.tools.verify.causes.counts import totals_line
 from funcga.tools.verify.causes.groups import Evidence, compare_groups
 from funcga.tools.verify.causes.lines import fold_line, signature
-from funcga.tools.verify.causes.rows import of_means, of_statistics, of_sums
+from funcga.tools.verify.causes.rows import of_means, of_statistics
 from funcga.tools.verify.counted import counts, form
 from funcga.tools.verify.exact import Case
 from funcga.tools.verify.probe import Probe
@@ -84,14 +84,6 @@ def _of_statistics(evidence: Evidence) -> Iterator[Cause]:
     yield of_statistics(evidence)
 
 
-def _of_power(evidence: Evidence) -> Iterator[Cause]:
-    growth = evidence.kind.power
-    if evidence.reweighs():
-        yield of_sums(evidence, "coupled rows")
-    else:
-        yield evidence.cause("other normaliser: power", power=1 - growth, growth=growth)
-
-
 def _of_sum(evidence: Evidence) -> Iterator[Cause]:
     if evidence.fold.reducer.linear:
         line, other = (_fold_line(evidence, f"funcga.{fold}()") for fold in ("per_weight", "sum"))
@@ -112,9 +104,11 @@ def _of_mean(evidence: Evidence) -> Iterator[Cause]:
     apart, largest = abs(a - evidence.kind.ratio * b), max(a, evidence.kind.ratio * b)
     is_right = is_linear and apart <= 100 * evidence.case.limit.relative * largest
     is_counted = is_right or evidence.divisor is not None
-    found = ([] if is_counted else _without_count(evidence)) or [*_not_additive(evidence)]
-    if found:
-        yield from found
+    not_additive = [*_not_additive(evidence)]
+    if not is_counted and evidence.reweighs():
+        yield of_means(evidence)
+    elif not_additive:
+        yield from not_additive
     elif is_right:
         yield from _left_out(evidence)
     elif is_linear:
@@ -154,25 +148,6 @@ def _fold_line(evidence: Evidence, better: str) -> str:
     return fold_line(probe, better, failed | {*evidence.leaves})
 
 
-def _without_count(evidence: Evidence) -> list[Cause]:
-    """The causes if the weights of A and B in a mean are no counts: a count adds up over rows and
-    does not depend on the parameters.
-    """
-    case, a, b = evidence.case, evidence.a, evidence.b
-    if evidence.reweighs():
-        return [of_means(evidence)]
-    # Against a third group, A and B together must weigh as much as A and as B do.
-    c = tuple(row for row in case.probe.all_rows if row not in {*a, *b})
-    alone, together = (compare_groups(case, evidence.leaves, rows, c) for rows in (a, a + b))
-    for other in (alone, together):
-        # A and B have hidden a second mean, in which they count as much as each other.
-        if other.kind.name != "mean":
-            return causes_of(other)
-    expected = alone.kind.ratio * (1 + 1 / evidence.kind.ratio)
-    apart = abs(together.kind.ratio - expected)
-    return [of_means(evidence)] if apart > evidence.tolerance * expected else []
-
-
 def _not_additive(evidence: Evidence) -> Iterator[Cause]:
     """A weight that does not add up, if the fold divides by it."""
     a, b, both = evidence.weights
@@ -187,7 +162,6 @@ _OF_KIND = {
     "sum": _of_sum,
     "sum and constant": _of_sum,
     "mean": _of_mean,
-    "power": _of_power,
     "statistics": _of_statistics,
     "coupled": _of_statistics,
 }
