@@ -221,22 +221,24 @@ class Case:
         # State goes through the rows in their order only.
         order, name = (every, "uneven") if probe.has_state else (self.order, "uneven, permuted")
         whole, permuted = probe.step_values([every, order], n=1)
-        # What each split is called, its sizes, its rows, what they are to give, and how it is cut.
-        splits: list[tuple[str, Rows, Rows, Leaves, dict[str, int]]] = [
-            (f"n = {n}", tuple(map(len, np.array_split(every, n))), every, whole, {"n": n})
+        # What each split is called, its micro-batches, what they are to give, and how it is cut.
+        splits = [
+            (f"n = {n}", np.array_split(every, n), whole, {"n": n})
             for n in self.counts or [min(3, probe.rows)]
         ]
-        uneven = probe.rows - self.group, self.group
-        splits.append((name, uneven, order, permuted, {"microbatch_size": uneven[0]}))
+        first = probe.rows - self.group
+        uneven = np.array_split(order, [first])
+        splits.append((name, uneven, permuted, {"microbatch_size": first}))
         # Moments depend on the number of micro-batches.
         compared = [i for i, fold in enumerate(probe.folds) if not fold.reducer.over_steps]
         failed = set[int]()
-        for split, sizes, rows, expected, cut in splits:
+        for split, parts, expected, cut in splits:
+            sizes, rows = tuple(map(len, parts)), tuple(np.concatenate(parts).tolist())
             try:
                 (result,) = probe.step_values([rows], **cut)
+            except FuncgaError:
+                raise
             except Exception as error:
-                if isinstance(error, FuncgaError):
-                    raise
                 text = f"it raised {first_line(error)}"
                 table.append(Measured(split, sizes, np.nan, self.limit.relative, "", text))
             else:

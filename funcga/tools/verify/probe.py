@@ -170,9 +170,6 @@ class Probe:
         """The leaves of the result of the user's step for each choice of rows; cut: n= or
         microbatch_size=.
         """
-        # The raw step of `coupled` over one micro-batch is the user's.
-        if self.job is not None and cut == {"n": 1}:
-            return [self.values(rows) for rows in choices]
         kwargs, options = {**self.kwargs}, dict[str, Tree](cut)
         if self.program.prologue is not None:
             del kwargs["totals"]
