@@ -3,13 +3,11 @@
 import io
 from collections.abc import Sequence
 from html import escape
-from typing import NamedTuple
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from funcga.tools.compare.report import Report
 from funcga.tools.parity.report import as_text, conclusion
 from funcga.tools.parity.run import Compared, Run
 
@@ -65,8 +63,8 @@ def picture(every: Sequence[Run]) -> Figure:
         text = f"{run.problem.name}: {result} (no difference at all is drawn at {FLOOR:g})"
         part.suptitle(text, fontweight="bold")
         panels = (_by_n, _by_leaf, _by_micro_batch, _by_update)
-        for axes, panel in zip(part.subplots(2, 2).flatten(), panels, strict=True):
-            _draw(axes, panel(run))
+        for axes, draw in zip(part.subplots(2, 2).flatten(), panels, strict=True):
+            draw(axes, run)
     return whole
 
 
@@ -74,57 +72,40 @@ FLOOR = 1e-18
 """Where no difference at all is drawn, as a logarithmic axis has no 0."""
 
 
-class _Panel(NamedTuple):
-    """What one of the axes shows: the largest relative differences, by name, at each tick.
-
-    `reports` have the limits. `empty` stands there if there is no series.
-    """
-
-    title: str
-    xlabel: str
-    ticks: list[str]
-    series: dict[str, list[float]]
-    reports: list[Report]
-    empty: str = "not run"
-
-
 _WHOLE = "n = 1 is the full batch"  # of which nothing is accumulated: both are the same call
 
 
-def _by_n(run: Run) -> _Panel:
+def _by_n(axes: Axes, run: Run) -> None:
     accumulated = [c for c in run.of("accumulation") if c.n != 1]
+    axes.set(title="accumulated vs full batch", xlabel="n, micro-batches")
     ticks = [str(n) for n in dict.fromkeys(c.n for c in accumulated)]
-    series, reports = _series(accumulated), [c.report for c in accumulated]
-    title, xlabel = "accumulated vs full batch", "n, micro-batches"
-    return _Panel(title, xlabel, ticks, series, reports, _WHOLE)
+    _draw(axes, ticks, _series(accumulated), accumulated, _WHOLE)
 
 
-def _by_leaf(run: Run) -> _Panel:
+def _by_leaf(axes: Axes, run: Run) -> None:
     full = [c for c in run.of("model") if c.micro_batch is None]
     # With one framework alone its largest n stands for the comparison of the full batches.
     full = full or [c for c in run.of("accumulation") if c.n == run.n]
     leaves = {c.dtype: [row for row in c.report.rows if row.path != "loss"] for c in full}
-    ticks = [row.path for row in leaves[full[0].dtype]]
+    axes.set(title=f"{full[0].what}, leaf by leaf", xlabel="leaf, in the order of the parameters")
     series = {dtype: [row.relative for row in rows] for dtype, rows in leaves.items()}
-    title, xlabel = f"{full[0].what}, leaf by leaf", "leaf, in the order of the parameters"
-    return _Panel(title, xlabel, ticks, series, [c.report for c in full])
+    _draw(axes, [row.path for row in leaves[full[0].dtype]], series, full)
 
 
-def _by_micro_batch(run: Run) -> _Panel:
+def _by_micro_batch(axes: Axes, run: Run) -> None:
     model, n = run.of("model"), run.n
     micro = [c for c in model if c.micro_batch is not None and n > 1]
+    axes.set(title="torch vs JAX, each micro-batch", xlabel="micro-batch")
     ticks = [str(number) for number in range(1, n + 1)]
-    series, reports = _series(micro), [c.report for c in micro]
-    title, empty = "torch vs JAX, each micro-batch", _WHOLE if model else "not run"
-    return _Panel(title, "micro-batch", ticks, series, reports, empty)
+    _draw(axes, ticks, _series(micro), micro, _WHOLE if model else "not run")
 
 
-def _by_update(run: Run) -> _Panel:
+def _by_update(axes: Axes, run: Run) -> None:
     trained = run.of("training")
-    series = {f"{c.optimizer}, {c.dtype}": [each.most for each in c.reports] for c in trained}
+    axes.set(title="torch vs JAX, parameters in training", xlabel="update")
     ticks = [str(update) for update in range(1, run.updates + 1)]
-    reports, title = [c.reports[-1] for c in trained], "torch vs JAX, parameters in training"
-    return _Panel(title, "update", ticks, series, reports)
+    series = {f"{c.optimizer}, {c.dtype}": [each.most for each in c.reports] for c in trained}
+    _draw(axes, ticks, series, trained)
 
 
 def _series(compared: list[Compared]) -> dict[str, list[float]]:
@@ -135,33 +116,37 @@ def _series(compared: list[Compared]) -> dict[str, list[float]]:
     return values
 
 
-def _draw(axes: Axes, panel: _Panel) -> None:
-    axes.set(
-        title=panel.title,
-        yscale="log",
-        xlabel=panel.xlabel,
-        ylabel="largest relative difference",
-    )
+def _draw(
+    axes: Axes,
+    ticks: list[str],
+    series: dict[str, list[float]],
+    compared: list[Compared],
+    empty: str = "not run",
+) -> None:
+    """Draws the largest relative differences, by name, at each tick, and the limits of what was
+    compared. `empty` stands there if there is no series.
+    """
+    axes.set(yscale="log", ylabel="largest relative difference")
     axes.grid(alpha=0.3)
-    if not panel.series:
-        axes.text(0.5, 0.5, panel.empty, transform=axes.transAxes, ha="center")
+    if not series:
+        axes.text(0.5, 0.5, empty, transform=axes.transAxes, ha="center")
         axes.set_axis_off()
         return
     # What can be told apart without colours; of two in one place a ring is around the smaller one.
     sizes = [4, 6, 8, 10, 12, 14]
     axes.set_prop_cycle(marker=[*"osD^vP"], markersize=sizes, color=[*"brgmck"])
-    for name, values in panel.series.items():
+    for name, values in series.items():
         shown = [max(value, FLOOR) for value in values]
         axes.plot(shown, label=name, markerfacecolor="none", linewidth=0.5)
-    rows = [row for report in panel.reports for row in report.rows if row.dtype and row.limit]
+    rows = [row for c in compared for row in c.reports[-1].rows if row.dtype and row.limit]
     limits = {row.dtype: row.limit for row in sorted(rows, key=lambda row: row.limit)}
     for dtype, limit in limits.items():
         axes.axhline(limit, color="0.4", linestyle=":")
         text, data = f"limit, {dtype}", axes.get_yaxis_transform()
         axes.text(1, limit, text, transform=data, ha="right", va="bottom", fontsize="x-small")
     # More names than these would cover one another.
-    every = -(-len(panel.ticks) // 24)
-    positions = range(0, len(panel.ticks), every)
-    axes.set_xticks(positions, panel.ticks[::every], fontsize="x-small", rotation=60)
+    every = -(-len(ticks) // 24)
+    positions = range(0, len(ticks), every)
+    axes.set_xticks(positions, ticks[::every], fontsize="x-small", rotation=60)
     axes.set_ylim(bottom=FLOOR / 3)
     axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize="small", frameon=False)

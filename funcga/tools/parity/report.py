@@ -14,14 +14,15 @@ from funcga.tools.reports.tables import text_table
 
 def as_text(run: Run) -> str:
     """What a problem is, its table and its verdict."""
-    problem, (rows, weights) = run.problem, _sizes(run)
-    about = f"{problem.name}: {problem.about}" if problem.about else problem.name
-    each = f"n = {len(rows)}: {sum(rows)} rows in {len(rows)} micro-batches of {_span(rows)}"
-    weighted = "" if problem.weight is None else f", of weights {_span(weights)}"
+    name, (rows, weights) = run.problem.name, _sizes(run)
+    sizes = f"micro-batches of {_span(rows)}, of weight {_span(weights)}"
     headings = ["cause", "what is compared", *run.dtypes, "worst at", ""]
-    table = text_table([headings, *_lines(run)])
-    sentences = [f"{problem.name}: {sentence}" for sentence in verdict(run)]
-    return "\n".join([about, each + weighted, table, *sentences])
+    lines = [
+        f"{name}: {run.problem.about}",
+        f"n = {len(rows)}: {sum(rows)} rows in {len(rows)} {sizes}",
+        text_table([headings, *_lines(run)]),
+    ]
+    return "\n".join([*lines, *(f"{name}: {sentence}" for sentence in verdict(run))])
 
 
 def _sizes(run: Run) -> tuple[list[int], list[float]]:
@@ -79,14 +80,7 @@ def conclusion(every: Sequence[Run]) -> str:
     different = [run.problem.name for run in every if not run.ok]
     if different:
         return f"Verdict: DIFFERENT: {', '.join(different)}."
-    # Of every leaf in everything that was compared, update by update.
-    reports = [report for run in every for c in run.results for report in c.reports]
-    within = [row.ok for report in reports for row in report.rows]
-    if all(within):
-        count, others = f"All {len(within):,}", ""
-    else:
-        count, others = f"{sum(within):,} of {len(within):,}", ", the others rounding"
-    return f"Verdict: the same. {count} differences of a leaf are within their limits{others}."
+    return "Verdict: the same."
 
 
 def as_json(every: Sequence[Run]) -> dict[str, object]:
@@ -141,16 +135,8 @@ def verdict(run: Run) -> list[str]:
     """
     if run.ok:
         return [_agreement(run), *_aside(run)]
-    accumulation, model = [*_accumulation(run)], [*_model(run)]
-    # A loss that decomposes in one framework alone is another loss there.
-    first = [*model, *accumulation] if _is_in_one(run) else [*accumulation, *model]
-    return [*_fold(run), *first, *_rounding(run), *_training(run), *_aside(run)]
-
-
-def _is_in_one(run: Run) -> bool:
-    # The full batches differ too, so one loss is not the other.
-    frameworks = {compared.framework for compared in run.wrong("accumulation")}
-    return len(frameworks) == 1 and bool(run.wrong("model"))
+    causes = (_fold, _accumulation, _model, _rounding, _training, _aside)
+    return [sentence for of_cause in causes for sentence in of_cause(run)]
 
 
 def _fold(run: Run) -> Iterator[str]:
@@ -167,7 +153,7 @@ def _accumulation(run: Run) -> Iterator[str]:
     wrong = run.wrong("accumulation")
     if not wrong:
         return
-    worst, is_in_one, verdicts = _most(wrong), _is_in_one(run), run.verified.values()
+    worst, verdicts = _most(wrong), run.verified.values()
     labels = {compared.framework for compared in wrong}
     label = worst.framework if len(labels) < len(run.problem.losses) else None
     where = f"the loss of {label}" if label else "this loss"
@@ -175,25 +161,17 @@ def _accumulation(run: Run) -> Iterator[str]:
         f"over n = {worst.n} micro-batches ({worst.dtype}) it differs from the full batch by "
         f"{_worst(worst)}"
     )
-    if verdicts and all(verdict.ok for verdict in verdicts):
-        notes = [note for verdict in verdicts for note in verdict.notes]
+    # Both frameworks usually have the same causes.
+    causes = {cause.name: cause for verdict in verdicts for cause in verdict.causes}
+    if verdicts and not causes:
+        notes = "".join(f" ({note}.)" for verdict in verdicts for note in verdict.notes)
         yield (
             f"Accumulated {text}, and verify finds no mistake in {where}: it is the rounding of "
-            f"something inside that computes in less than {worst.dtype}."
-            + "".join(f" ({note}.)" for note in notes[:1])
+            f"something inside that computes in less than {worst.dtype}.{notes}"
         )
         return
     yield f"Accumulation is not exact for {where} with {named(run.problem.fold)}: {text}."
-    if is_in_one:
-        yield (
-            f"The other framework's is exact: {where} divides by something else, or couples its "
-            f"rows. Change {where}; or, if that is the right one, the other one, and then fold= "
-            "and weight= of the Problem, which are for both."
-        )
-    line = f"For {where} alone" if is_in_one else "To fix it"
-    # Both frameworks usually have the same causes.
-    causes = {cause.name: cause for verdict in verdicts for cause in verdict.causes}
-    yield from (f"{cause.what} {line}: {cause.fix}" for cause in causes.values())
+    yield from (f"{cause.what} To fix it: {cause.fix}" for cause in causes.values())
 
 
 def _model(run: Run) -> Iterator[str]:
