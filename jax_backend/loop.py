@@ -86,8 +86,8 @@ def fold_batch(
         rows = arguments.rows()
         sizes = groups(rows, program.n, program.microbatch_size)
         narrow = None
-        if spread.blocks > 1 and all(size % spread.blocks == 0 for _, size in sizes):
-            narrow = partial(sharding.rows_of_blocks, spread.blocks)
+        if spread.blocks > 1:
+            narrow = sharding.narrowing(spread.blocks, sizes)
         # A number of rows is a weight: a Python number, which XLA fuses with the addition.
         weights = [jnp.asarray(size) if is_symbolic_dim(size) else size for _, size in sizes]
 
