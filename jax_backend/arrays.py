@@ -125,14 +125,6 @@ def slice(array: Array, axis: int, start: Scalar, size: int) -> jax.Array:
     return lax.dynamic_slice_in_dim(array, start, size, axis)
 
 
-def finite(arrays: Sequence[jax.Array | None]) -> jax.Array:
-    """Whether all numbers are finite, as a 0-d array; None is skipped."""
-    all_finite = jnp.asarray(True)
-    for array in arrays:
-        all_finite = all_finite if array is None else jnp.isfinite(array).all() & all_finite
-    return all_finite
-
-
 def scalar(weight: Scalar) -> Scalar:
     """A weight as a Python number where the host can see it without waiting for a device, else
     as it is.

@@ -98,10 +98,6 @@ class Arrays(Protocol):
         """`size` rows from `start` on, along an axis."""
         ...
 
-    def finite(self, arrays: Sequence[Array]) -> Array:
-        """Whether all numbers are finite, as a 0-d array; None is skipped."""
-        ...
-
     # Weights and counts: numbers of Python where the host knows them, else 0-d arrays that it does
     # not wait for.
 

@@ -9,6 +9,7 @@ from funcga._call import Memory, Program
 from funcga._fold import LeafFold, as_number
 from funcga._fold.accumulator import Accumulation
 from funcga._fold.outputs import Outputs
+from funcga._tools import load
 from funcga._types import Array, DropTest, Scalar, Tree
 from funcga.errors import FuncgaError
 
@@ -54,7 +55,8 @@ class Dropping:
             return True
         # If the host sees the answer, it is a bool, and nothing is computed for what is dropped.
         if self.test is None:
-            keep = arrays.scalar(arrays.finite(leaves))
+            finite = load(f"finite.in_{backend.name}", "drop=").finite
+            keep = arrays.scalar(finite(leaves))
         else:
             drop = _as_bool(self.test(value), arrays)
             keep = arrays.xp.logical_not(drop) if arrays.is_array(drop) else not drop

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from funcga._backend import Backend
 from funcga._backend.dispatch import backend_of
 from funcga._fold import LEAST32, check_quantity, is_quantity
+from funcga._tools import load
 from funcga._transform import DonatingTransform, Traits, Transform, wrapped_transform
 from funcga._transform.apply import Step, UpdateFunction, traits_of
 from funcga._types import Array, Structure, Tree
@@ -172,7 +173,7 @@ class _ScaledUpdate(UpdateFunction):
 
     def _is_finite(self, leaves: list[Array], backend: Backend) -> Array:
         """Whether the gradients are finite, on all replicas."""
-        finite = backend.arrays.finite(leaves)
+        finite = load(f"finite.in_{backend.name}", "loss_scaled").finite(leaves)
         if self.across is None:
             return finite
         # All replicas skip the window if any has a gradient that is not finite.
