@@ -27,7 +27,7 @@ def files() -> list[Path]:
 # tools that it stands on. All else is the core.
 TOOLS = {
     "trees of two frameworks": (("funcga/tools/trees/", "funcga/trees.py"), ()),
-    "what reports share": (("funcga/tools/reports/",), ()),
+    "what reports share": (("funcga/tools/reports/",), ("trees of two frameworks",)),
     "compare": (("funcga/tools/compare/",), ("trees of two frameworks", "what reports share")),
     "verify": (("funcga/tools/verify/",), ("compare", "coupled")),
     "doctor": (("funcga/tools/doctor/", "funcga/_pytest.py"), ("verify",)),

@@ -305,9 +305,6 @@ class Window(ExitStack):
                     engine = _private.ENGINE_ON_HOST if on_host else _private.ENGINE
                     how = {"allow_unreachable": True, "accumulate_grad": True}
                     engine((loss,), (cotangent,), False, False, leaves, **how)
-        except RuntimeError as error:
-            unchanged.explain(error, leaves)
-            raise
         finally:
             hooks.pop(watch, None)
             if task is not None:

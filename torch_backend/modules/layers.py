@@ -24,22 +24,23 @@ _KEYS, _VALUES, _ITEMS = map(operator.methodcaller, ("keys", "values", "items"))
 class Parts:
     """A module and those inside, as they were when it was walked through.
 
-    `spaces` are their `__dict__`s, and `prefixes` stand before the names of their parameters. A
-    part that is used in two places is there twice. `ids`: of the spaces that have parameters or
-    buffers. Others, such as that of an activation, may be in any number of modules.
+    `layers` are these modules, and `prefixes` stand before the names of their parameters. One that
+    is used in two places is there twice. `ids`: of those that have parameters or buffers. Others,
+    such as an activation, may be in any number of modules.
     """
 
     def __init__(self, module: nn.Module):
         named = [*module.named_modules(remove_duplicate=False)]
         self.module = module
         self.prefixes = [f"{name}." if name else "" for name, _ in named]
-        self.spaces = [vars(part) for _, part in named]
+        self.layers = [layer for _, layer in named]
         self.inside = [*map(tuple, map(_ITEMS, self.tables(PARTS)))]
-        self.ids = [id(space) for space in self.spaces if space[PARAMETERS] or space[BUFFERS]]
+        states = zip(self.layers, self.tables(PARAMETERS), self.tables(BUFFERS), strict=True)
+        self.ids = [id(layer) for layer, parameters, buffers in states if parameters or buffers]
 
     def tables(self, kind: str) -> list[dict[str, Any]]:
         """The tables of this kind that the parts have now."""
-        return [space[kind] for space in self.spaces]
+        return [*map(operator.attrgetter(kind), self.layers)]
 
     def named(self, tables: Sequence[Table]) -> dict[str, torch.Tensor]:
         """The tensors in these tables, one for each part, by their names in the module."""
