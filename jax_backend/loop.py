@@ -5,7 +5,6 @@ for each. Both trace `_evaluate`, begin with `_begin`, fold a micro-batch by `St
 replicas in `_merged`, and normalise in `_finished`.
 """
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -177,8 +176,8 @@ def _evaluate(
     # Those of other libraries work unchanged.
     if isinstance(grad_fn, GradientFunction):
         grad_fn = grad_fn.bound(backend)
-    uses_nnx = trees.NNX in sys.modules
-    with trees.check_unchanged((whole, kwargs)) if uses_nnx else nullcontext():
+    checks = trees.nnx()
+    with checks.check_unchanged((whole, kwargs)) if checks else nullcontext():
         value = grad_fn(*args, **kwargs)
     if program.observers is not None:
         value = (
