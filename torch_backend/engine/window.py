@@ -301,13 +301,16 @@ class Window(ExitStack):
                 if not watch.on_host:
                     task = watch.task_of(loss)
             with others, self.outside():
-                run = self.plan.run if self.may_fuse else None
-                if run is not None or type(loss) is not torch.Tensor:
-                    (run or graphs.run)(loss, cotangent, inputs, on_host)
+                if self.plan.run is not None and self.may_fuse:
+                    self.plan.run(loss, cotangent, inputs, on_host)
                 else:
                     engine = _private.ENGINE_ON_HOST if on_host else _private.ENGINE
                     how = {"allow_unreachable": True, "accumulate_grad": True}
                     engine((loss,), (cotangent,), False, False, inputs, **how)
+        except RuntimeError as error:
+            if all(map(_REQUIRES_GRAD, leaves)):
+                raise
+            raise switched_off() from error
         finally:
             hooks.pop(watch, None)
             if task is not None:

@@ -38,7 +38,6 @@ from torch_backend.engine.plan import plan_of
 from torch_backend.engine.window import Window
 from torch_backend.modules.layers import buffers_of, put_back
 from torch_backend.reduce import Reduction
-from torch_backend.reduce.agreement import progress_of
 from torch_backend.reduce.header import nothing_to_fold
 from torch_backend.reduce.telling import telling
 from torch_backend.replicas import InTurn, explained, replicas_of
@@ -71,7 +70,7 @@ class WrappedGradient(ModuleGradient):
         memory = self.memory_alone
         make = partial(self.window, Program(self, mean(), memory=memory), backend)
         begin = partial(make, Arguments((), self, backend), None)
-        with telling([(progress_of(memory), begin)]):
+        with telling([(memory, begin)]):
             own = self.own_in(memory)
             # It weighs its rows. Here are no in_axes, so the first tensor tells how many there are.
             rows = rows_in(args) or [1]
@@ -87,9 +86,9 @@ class WrappedGradient(ModuleGradient):
 
     def reductions(self, program: Program) -> list[Reduction]:
         """What merges a window over the replicas, one after the other."""
-        progress, across = progress_of(program.memory), self.merged_over(program.across)
+        across = self.merged_over(program.across)
         several = across if isinstance(across, InTurn) else [replicas_of(across)] if across else []
-        return [Reduction(progress, replicas) for replicas in several]
+        return [Reduction(program.memory, replicas) for replicas in several]
 
     def check_counted(self, grad_fn: GradFn) -> None:
         """Raises FuncgaError for a function around it, which is called for each micro-batch
@@ -162,8 +161,6 @@ class ModuleWindow(Window):
 
     def __exit__(self, *error: Any) -> bool | None:
         if error[0] is not None:
-            for merge in self.merges:
-                merge.abort()
             # Also where nothing has begun here: what the wrapper does next has to be the same on
             # all replicas. It needs the window's `.grad`s and flags.
             self.wrapper.recover()

@@ -29,7 +29,6 @@ from torch_backend import arrays, trees
 from torch_backend.arrays import recording, recording_loss
 from torch_backend.modules.checks import check_not_wrapped
 from torch_backend.reduce import Reduction
-from torch_backend.reduce.agreement import progress_of
 from torch_backend.reduce.header import nothing_to_fold
 from torch_backend.replicas import Replicas, channel_of, check_alike
 from torch_backend.wrapped.ddp import DDP
@@ -362,7 +361,7 @@ class PipelineGradient(WrappedGradient):
 
     def reductions(self, program: Program) -> list[Reduction]:
         """What lets the processes with the stages meet, then what merges over replicas."""
-        stages = Reduction(progress_of(program.memory), Replicas(self.pipeline.group))
+        stages = Reduction(program.memory, Replicas(self.pipeline.group))
         return [stages, *super().reductions(program)]
 
     def merged_over(self, across: Across) -> Across:
