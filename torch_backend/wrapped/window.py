@@ -12,7 +12,7 @@ are.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
 
@@ -23,7 +23,6 @@ from torch.utils.hooks import RemovableHandle
 from funcga._backend import Backend
 from funcga._call import Program
 from funcga._call.arguments import Arguments
-from funcga._fold import LeafFold
 from funcga._tools import load
 from funcga._types import Across, Array, GradFn, Scalar, Tree
 from funcga.errors import FuncgaError
@@ -34,7 +33,6 @@ from torch_backend.engine.alone import value_of
 from torch_backend.engine.distributed import with_a_blank_row
 from torch_backend.engine.guards.aside import gradients_aside
 from torch_backend.engine.leaves import OWN
-from torch_backend.engine.plan import plan_of
 from torch_backend.engine.window import Window
 from torch_backend.modules.layers import buffers_of, put_back
 from torch_backend.reduce import Reduction
@@ -109,7 +107,7 @@ class ModuleWindow(Window):
     take the `result`.
 
     Gradients are summed where they are: in the `.grad`s of the module's own parameters, by autograd
-    and by what wraps the module. That divides them by its `scale`, which is the unit of all sums.
+    and by what wraps the module. That divides them by its `scale`, the unit of weighted sums.
 
     A replica that raises an error must not leave the others in a collective of the wrapper's. So
     they meet before such, unless nothing of the user's has run since they met.
@@ -140,13 +138,9 @@ class ModuleWindow(Window):
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            own = self.own = self.own or self.owner.own_in(self.program.memory)
+            self.own = self.own or self.owner.own_in(self.program.memory)
             stack.enter_context(explained())
             stack.enter_context(self.wrapper.window())
-            if self.plan is None:
-                leaves = self.leaves_of((), ())
-                plan = plan_of(self.gradient, self.arguments.parts, leaves, own)
-                self.plan = replace(plan, hooked=False, seen=None)
             super().__enter__()
             self.outside = partial(self._synchronised, self.outside)
             stack.enter_context(gradients_aside(self.wrapper.leaves().values()))
@@ -184,10 +178,10 @@ class ModuleWindow(Window):
         folding = sums.folding
         if dropping is not None:
             sums = load("dropping.in_torch", "drop=").DroppingSums(dropping, folding)
-        folds = [folding.outputs.folds[index] for index in folding.grads]
+        folds: list[Any] = [folding.outputs.folds[index] for index in folding.grads]
         if folding is not known:
             self._check(folds)
-        self.is_weighted = folds[0].fold.reducer.linear  # type: ignore[union-attr]
+        self.is_weighted = folds[0].fold.reducer.linear
         self.sums, sums.unit, sums.unit_is_fixed = sums, self.wrapper.scale, True
         if self.wrapper.wrapped:
             beside = self.beside(loss, aux)
@@ -195,10 +189,9 @@ class ModuleWindow(Window):
                 merge.propose(sums, beside)
         return sums
 
-    def _check(self, folds: Sequence[LeafFold | None]) -> None:
+    def _check(self, folds: Sequence[Any]) -> None:
         """Raises FuncgaError if the folds of the gradients are not sums as they are added here."""
-        present = [fold for fold in folds if fold is not None and fold.fold.reducer.additive]
-        if len(present) < len(folds):
+        if not all(fold is not None and fold.fold.reducer.additive for fold in folds):
             raise FuncgaError(
                 "the gradients' fold is no sum, and a module's own gradients are only added, in "
                 "the backward pass. Fold them with funcga.mean(), per_weight() or sum(), and only "
@@ -208,7 +201,7 @@ class ModuleWindow(Window):
             )
         # A gradient function that is called by itself has one micro-batch: nothing is summed.
         is_alone = self.program.memory is self.owner.memory_alone
-        for name, p, fold in zip(self.leaves.trees[OWN], self.inputs, present, strict=True):
+        for (name, p), fold in zip(self.leaves.trees[OWN].items(), folds, strict=True):
             promised, dtype = fold.accumulator_dtype, self.wrapper.sums_in(p)
             if torch.promote_types(dtype, promised) != dtype and not is_alone:
                 narrow, wide = [str(each).removeprefix("torch.") for each in (dtype, promised)]
@@ -217,7 +210,7 @@ class ModuleWindow(Window):
                     f"micro-batches, and the fold promises {wide}. {self.wrapper.remedy} Or "
                     f"say that {narrow} is meant: funcga.mean(dtype={narrow!r})."
                 )
-        if len({fold.fold.reducer.linear for fold in present}) > 1:
+        if len({fold.fold.reducer.linear for fold in folds}) > 1:
             raise FuncgaError(
                 "some gradients are weighed, as by funcga.mean(), and others are not, as by "
                 "funcga.sum(): a module's own gradients come from one backward pass with one "
@@ -273,11 +266,11 @@ class ModuleWindow(Window):
         """Lets a backward pass run: usually when the loss is in the sums, because before the last
         one the replicas tell each other what they have folded.
         """
-        seed = float(weight) if self.is_weighted else 1.0
+        seed = self.seed_of(weight)
         if not arrays.represents_exactly(loss.dtype, seed):
             raise FuncgaError(
                 f"the loss is {arrays.describe(loss.detach())}, which may not hold the weight "
-                f"{weight}. Return a loss in float32, computed from outputs in float32: "
+                f"{seed:g}. Return a loss in float32, computed from outputs in float32: "
                 "F.cross_entropy(module(x).float(), y)."
             )
         self.due = loss, seed
@@ -285,6 +278,12 @@ class ModuleWindow(Window):
             self.backward(*self.due)
             self.due = None
         return seed
+
+    def seed_of(self, weight: float) -> float:
+        """The cotangent of a loss. Sums that have no unit are to be sums over the replicas."""
+        assert self.sums is not None
+        seed = float(weight) if self.is_weighted else 1.0
+        return seed if self.sums.folding.are_weighted else seed * self.wrapper.scale
 
     def backward(
         self, loss: torch.Tensor, seed: float, moving: Sequence[torch.Tensor] = ()
@@ -407,24 +406,15 @@ class ModuleWindow(Window):
         """Puts the gradients into the sums, in memory that nobody else holds; zeros where the loss
         depends on none.
         """
-        sums, wrapper = self.sums, self.wrapper
-        assert sums is not None
-        kinds, folds = sums.folding.kinds, sums.folding.folds
+        assert self.sums is not None
         grads = [
             torch.zeros_like(p, requires_grad=False) if p.grad is None else arrays.strided(p.grad)
             for p in self.inputs
         ]
-        if not wrapper.fresh:
+        if not self.wrapper.fresh:
             alone = zip(grads, arrays.are_alone(grads), strict=True)
             grads = [grad if is_alone else grad.clone() for grad, is_alone in alone]
-        pairs = [*zip(sums.folding.grads, grads, strict=True)]
-        # The scale is the unit of weighted sums. All others are multiplied by it.
-        plain = [gradient for index, gradient in pairs if kinds[index] != "weighted"]
-        if plain and wrapper.scale != 1:
-            torch._foreach_mul_(local_tensors(plain), wrapper.scale)
-        for index, gradient in pairs:
-            dtype = gradient.dtype if kinds[index] else folds[index].accumulator_dtype
-            sums.of[index] = gradient.to(dtype)
+        self.sums.of.update(zip(self.sums.folding.grads, grads, strict=True))
 
     def result(self) -> Tree:
         """The normalised result, in the structure of grad_fn's output, the same on every

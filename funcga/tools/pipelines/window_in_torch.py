@@ -262,12 +262,10 @@ class LastStage:
         if window.sums is None:
             window.sums = window._bind(loss.detach(), aux, ())
         weight = microbatch.weight
-        wide: torch.Tensor = loss.to(torch.promote_types(loss.dtype, torch.float32))
-        if weight is not None and not window.is_weighted:
-            return wide
-        if not weight:  # nothing of it counts, not even a NaN
+        seed = 0.0 if weight is None else window.seed_of(weight)
+        if not seed:  # nothing of it counts, not even a NaN
             return _zero(_recorded(output))
-        return wide.mul(weight)
+        return loss.to(torch.promote_types(loss.dtype, torch.float32)).mul(seed)
 
     def values_of_all(self, weights: Sequence[Scalar]) -> Values:
         """The loss and aux of every micro-batch: those of the last stage are sent to all processes,
