@@ -38,7 +38,7 @@ from torch_backend.modules.layers import buffers_of, put_back
 from torch_backend.reduce import Reduction
 from torch_backend.reduce.header import nothing_to_fold
 from torch_backend.reduce.telling import telling
-from torch_backend.replicas import InTurn, explained, replicas_of
+from torch_backend.replicas import explained
 from torch_backend.sums import Sums
 from torch_backend.wrapped.ddp import Wrapper
 from torch_backend.wrapped.gradient import ModuleGradient, rows_in
@@ -84,9 +84,8 @@ class WrappedGradient(ModuleGradient):
 
     def reductions(self, program: Program) -> list[Reduction]:
         """What merges a window over the replicas, one after the other."""
-        across = self.merged_over(program.across)
-        several = across if isinstance(across, InTurn) else [replicas_of(across)] if across else []
-        return [Reduction(program.memory, replicas) for replicas in several]
+        in_turn = self.wrapper.replicas(program.across)
+        return [Reduction(program.memory, replicas) for replicas in in_turn]
 
     def check_counted(self, grad_fn: GradFn) -> None:
         """Raises FuncgaError for a function around it, which is called for each micro-batch

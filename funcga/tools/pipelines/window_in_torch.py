@@ -21,7 +21,7 @@ import torch
 from funcga._call import Program
 from funcga._call.arguments import Arguments
 from funcga._call.supported import PIPELINE
-from funcga._types import Across, Scalar, Tree
+from funcga._types import Scalar, Tree
 from funcga.errors import FuncgaError
 from funcga.folds import Fold
 from funcga.tools.pipelines.schedule_in_torch import Pipeline
@@ -63,7 +63,10 @@ class PipelineWindow(ModuleWindow):
         self.pipeline = owner.pipeline
         # micro-batches of a step of the schedule; None if all of the window are one.
         self.count = owner.n_microbatches or program.n
-        self.last_stage = LastStage(self)
+        # In the last stage: the loss and the aux of each micro-batch, by its number, and the first
+        # error of a loss.
+        self.values: dict[int, tuple[torch.Tensor, Tree]] = {}
+        self.error: Exception | None = None
         self.kept: list[Microbatch] = []  # for the next step of the schedule
         self.weights: list[Scalar] = []  # of all that are folded
         # Whether a micro-batch of weight 0 is no part of the result, so that a row of another one
@@ -149,7 +152,7 @@ class PipelineWindow(ModuleWindow):
         missing = (self.count or max(len(microbatches), at_least)) - len(microbatches)
         inputs = [self._inputs(each.weight, each.inputs) for each in microbatches]
         inputs += [inputs[0]] * missing
-        loss = partial(self.last_stage.loss, microbatches, len(self.last_stage.values))
+        loss = partial(self._loss, microbatches, len(self.values))
         masks: AbstractContextManager[None] = nullcontext()
         if all(each.weight is None for each in microbatches):
             masks = self.masked()
@@ -190,13 +193,90 @@ class PipelineWindow(ModuleWindow):
             needed = any(channel.all_gather(needed))
         return needed
 
+    # --- the last stage, where this process has it
+
+    def _loss(
+        self, microbatches: Sequence[Microbatch], first: int, output: Tree, index: int
+    ) -> torch.Tensor:
+        """The loss of a micro-batch times its weight. `first` is the step's first one.
+
+        An error is kept until the end: raised here, the other stages would hang.
+        """
+        if index < len(microbatches) and self.error is None:
+            try:
+                return self._weighed(output, microbatches[index], first + index)
+            except Exception as error:
+                self.error = error
+        return _zero(output)
+
+    def _weighed(self, output: Tree, microbatch: Microbatch, number: int) -> torch.Tensor:
+        rows = self.pipeline.rows
+        leaves, structure = trees.flatten(output)
+        if any(not leaf.ndim or len(leaf) != rows for leaf in leaves):
+            raise FuncgaError(
+                f"the last stage returned {', '.join(map(arrays.describe, leaves))} "
+                f"for {rows} rows, of which {microbatch.rows} count: rows are axis 0 of every "
+                "output. Reduce over rows in loss_fn, which does not see the rows that a "
+                "micro-batch is filled up with."
+            )
+        leaves = [leaf if microbatch.rows == rows else leaf[: microbatch.rows] for leaf in leaves]
+        visible = trees.unflatten(structure, leaves)
+        args = visible, microbatch.target
+        with recording_loss():
+            loss, aux, *_ = self.forward(args, microbatch.kwargs, None)
+        # The loss of the first micro-batch may be computed once more than the others, to learn
+        # shapes.
+        self.values[number] = loss.detach(), trees.detached(aux, recorded=True)
+        self.sums = self.sums or self._bind(loss.detach(), aux, ())
+        weight = microbatch.weight
+        seed = 0.0 if weight is None else self.seed_of(weight)
+        if not seed:  # nothing of it counts, not even a NaN
+            return _zero(output)
+        return loss.to(torch.promote_types(loss.dtype, torch.float32)).mul(seed)
+
+    def _values_of_all(self) -> Values:
+        """The loss and aux of every micro-batch: those of the last stage are sent to all processes,
+        and the weights that they saw are compared.
+
+        Raises FuncgaError, in every process, if the loss raised an error, or if the processes were
+        given different batches.
+        """
+        pipeline, error = self.pipeline, self.error
+        values = [self.values[number] for number in sorted(self.values)]
+        # An error itself may not be picklable, and values are of no use beside one.
+        sent: object = None
+        if error is not None:
+            sent = f"{type(error).__name__}: {error}"
+        elif pipeline.has_last:
+            sent = _moved(values, torch.device("cpu"))
+        said = channel_of(pipeline.group).all_gather(([*map(float, self.weights)], sent))
+        if error is not None:
+            raise error
+        last, received = next(
+            (rank, each) for rank, (_, each) in enumerate(said) if each is not None
+        )
+        if isinstance(received, str):
+            raise FuncgaError(
+                f"loss_fn has raised an error in the last stage of the pipeline, on rank {last} of "
+                f"its group: {received} Every stage has stopped; see what that process says."
+            )
+        check_alike(
+            [{"the weights of the micro-batches": str(weights)} for weights, *_ in said],
+            "of a pipeline were given different batches",
+            "Pass the same batch, inputs and target, in every process of one pipeline.",
+        )
+        if pipeline.has_last:
+            return values
+        device = next((p.device for p in self.inputs), torch.device("cpu"))
+        return _moved(received, device)
+
     # --- the result
 
     def result(self) -> Tree:
         """The normalised result, in the structure of grad_fn's output: the value is the same in
         every process.
         """
-        values = self.last_stage.values_of_all(self.weights)
+        values = self._values_of_all()
         self.stages.end()
         self.arguments = Arguments((), self.owner, self.backend)
         sums = self.sums or self._bind(*values[0], ())
@@ -216,98 +296,6 @@ class PipelineWindow(ModuleWindow):
             return sums.result()
 
 
-class LastStage:
-    """The losses of a window's micro-batches, where this process has the last stage.
-
-    `values`: the loss and the aux of each, by its number. `error`: the first one of a loss.
-    """
-
-    def __init__(self, window: PipelineWindow):
-        self.window, self.pipeline = window, window.pipeline
-        self.values: dict[int, tuple[torch.Tensor, Tree]] = {}
-        self.error: Exception | None = None
-
-    def loss(
-        self, microbatches: Sequence[Microbatch], first: int, output: Tree, index: int
-    ) -> torch.Tensor:
-        """The loss of a micro-batch times its weight. `first` is the step's first one.
-
-        An error is kept until the end: raised here, the other stages would hang.
-        """
-        if index < len(microbatches) and self.error is None:
-            try:
-                return self._weighed(output, microbatches[index], first + index)
-            except Exception as error:
-                self.error = error
-        return _zero(_recorded(output))
-
-    def _weighed(self, output: Tree, microbatch: Microbatch, number: int) -> torch.Tensor:
-        rows, window = self.pipeline.rows, self.window
-        leaves, structure = trees.flatten(output)
-        if any(not leaf.ndim or len(leaf) != rows for leaf in leaves):
-            raise FuncgaError(
-                f"the last stage returned {', '.join(map(arrays.describe, leaves))} "
-                f"for {rows} rows, of which {microbatch.rows} count: rows are axis 0 of every "
-                "output. Reduce over rows in loss_fn, which does not see the rows that a "
-                "micro-batch is filled up with."
-            )
-        leaves = [leaf if microbatch.rows == rows else leaf[: microbatch.rows] for leaf in leaves]
-        visible = trees.unflatten(structure, leaves)
-        args = visible, microbatch.target
-        with recording_loss():
-            loss, aux, *_ = window.forward(args, microbatch.kwargs, None)
-        # The loss of the first micro-batch may be computed once more than the others, to learn
-        # shapes.
-        self.values[number] = loss.detach(), trees.detached(aux, recorded=True)
-        if window.sums is None:
-            window.sums = window._bind(loss.detach(), aux, ())
-        weight = microbatch.weight
-        seed = 0.0 if weight is None else window.seed_of(weight)
-        if not seed:  # nothing of it counts, not even a NaN
-            return _zero(_recorded(output))
-        return loss.to(torch.promote_types(loss.dtype, torch.float32)).mul(seed)
-
-    def values_of_all(self, weights: Sequence[Scalar]) -> Values:
-        """The loss and aux of every micro-batch: those of the last stage are sent to all processes,
-        and the weights that they saw are compared.
-
-        Raises FuncgaError, in every process, if the loss raised an error, or if the processes were
-        given different batches.
-        """
-        pipeline, error = self.pipeline, self.error
-        values = [self.values[number] for number in sorted(self.values)]
-        if pipeline.group.size() == 1:
-            if error is not None:
-                raise error
-            return values
-        # An error itself may not be picklable, and values are of no use beside one.
-        sent: object = None
-        if error is not None:
-            sent = f"{type(error).__name__}: {error}"
-        elif pipeline.has_last:
-            sent = _moved(values, torch.device("cpu"))
-        said = channel_of(pipeline.group).all_gather(([*map(float, weights)], sent))
-        if error is not None:
-            raise error
-        last, received = next(
-            (rank, each) for rank, (_, each) in enumerate(said) if each is not None
-        )
-        if isinstance(received, str):
-            raise FuncgaError(
-                f"loss_fn has raised an error in the last stage of the pipeline, on rank {last} of "
-                f"its group: {received} Every stage has stopped; see what that process says."
-            )
-        check_alike(
-            [{"the weights of the micro-batches": str(weights)} for weights, *_ in said],
-            "of a pipeline were given different batches",
-            "Pass the same batch, inputs and target, in every process of one pipeline.",
-        )
-        if pipeline.has_last:
-            return values
-        device = next((p.device for p in self.window.inputs), torch.device("cpu"))
-        return _moved(received, device)
-
-
 def _moved(values: Values, device: torch.device) -> Values:
     """The values, whose tensors are on this device."""
     leaves, structure = trees.flatten(values)
@@ -316,12 +304,9 @@ def _moved(values: Values, device: torch.device) -> Values:
     return on_device
 
 
-def _recorded(output: Tree) -> list[torch.Tensor]:
-    return [leaf for leaf in trees.flatten(output)[0] if leaf.requires_grad]
-
-
-def _zero(leaves: list[torch.Tensor]) -> torch.Tensor:
-    """A zero whose gradient is zero for all of these tensors, even where they are not finite."""
+def _zero(output: Tree) -> torch.Tensor:
+    """A zero whose gradient is zero for all tensors of an output, finite or not."""
+    leaves = [leaf for leaf in trees.flatten(output)[0] if leaf.requires_grad]
     terms = [
         torch.where(torch.zeros_like(leaf, dtype=torch.bool), leaf, 0).sum() for leaf in leaves
     ]
@@ -361,7 +346,3 @@ class PipelineGradient(WrappedGradient):
         """What lets the processes with the stages meet, then what merges over replicas."""
         stages = Reduction(program.memory, Replicas(self.pipeline.group))
         return [stages, *super().reductions(program)]
-
-    def merged_over(self, across: Across) -> Across:
-        """The wrapper's own replicas, or those of across=."""
-        return super().merged_over(across) if self.wrapper.wrapped else across
