@@ -253,9 +253,8 @@ class Reduction:
                 self.addition = Addition(sums, agreement, self.replicas, counts)
         # If its last message is sent already when this replica fails, the others have all of the
         # window, and the next header shows that it was not finished here.
-        has_failed = self.history.running is not self
-        while self.addition is not None and self.addition.begin(has_failed):
-            pass
+        if self.addition is not None:
+            self.addition.begin(has_failed=self.history.running is not self)
         if agreement.gathered and not (self.gathered or sums.folding.outputs.collected):
             self.gathered = gather(sums, agreement, self.replicas)
 

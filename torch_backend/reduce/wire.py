@@ -23,7 +23,7 @@ _SMALL = 2**12
 
 
 class Addition:
-    """Adds leaves over the replicas: `begin` each message, which is one all_reduce, and `finish`.
+    """Adds leaves over the replicas: `begin` the messages, each one all_reduce, and `finish`.
 
     Of `counts`, scalars, those are added that only a device knows. Nothing else holds the leaves
     meanwhile.
@@ -64,33 +64,33 @@ class Addition:
         """The arrays of each message, by their indices: of one dtype and device, and at most so
         many bytes. The smallest comes last.
         """
-        messages: list[list[int]] = []
-        rooms: dict[object, tuple[list[int], int]] = {}  # of each kind: its last one, bytes left
+        groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for index, (array, dtype) in enumerate(zip(self.arrays, self.dtypes, strict=True)):
-            kind, nbytes = (dtype, array.device), array.numel() * dtype.itemsize
-            message, room = rooms.get(kind, ([], -1))
-            if nbytes > room:
-                message, room = [], most
-                messages.append(message)
-            message.append(index)
-            rooms[kind] = message, room - nbytes
+            groups.setdefault((dtype, array.device), []).append(index)
+        messages: list[list[int]] = []
+        for (dtype, _), group in groups.items():
+            room = -1  # the first array begins a message even if it has no elements
+            for index in group:
+                nbytes = self.arrays[index].numel() * dtype.itemsize
+                if nbytes > room:
+                    messages.append([])
+                    room = most
+                messages[-1].append(index)
+                room -= nbytes
         messages.sort(key=lambda message: -sum([self.arrays[index].numel() for index in message]))
         return messages or [[]]
 
-    def begin(self, has_failed: bool) -> bool:
-        """Begins the next message; whether there was one."""
-        if len(self.works) == len(self.messages):
-            return False
-        self.arrays[-1].fill_(has_failed)
-        indices = self.messages[len(self.works)]
-        sent = [self.arrays[index].to(self.dtypes[index]) for index in indices]
-        flat = [array.reshape(-1) for array in sent]
-        numbers = torch.cat(flat) if flat[1:] else flat[0]  # a single one in its own memory
-        parts = torch.split(numbers, [*map(len, flat)])
-        for index, array, part in zip(indices, sent, parts, strict=True):
-            self.arrays[index] = part.view(array.shape)
-        self.works.append(self.channel.carrier(numbers.device).allreduce([numbers]))
-        return True
+    def begin(self, has_failed: bool) -> None:
+        """Begins all messages that are left; the last one with the mark of an error, if any."""
+        for indices in self.messages[len(self.works) :]:
+            self.arrays[-1].fill_(has_failed)  # the mark, which the last one sends
+            sent = [self.arrays[index].to(self.dtypes[index]) for index in indices]
+            flat = [array.reshape(-1) for array in sent]
+            numbers = torch.cat(flat) if flat[1:] else flat[0]  # a single one in its own memory
+            parts = torch.split(numbers, [*map(len, flat)])
+            for index, array, part in zip(indices, sent, parts, strict=True):
+                self.arrays[index] = part.view(array.shape)
+            self.works.append(self.channel.carrier(numbers.device).allreduce([numbers]))
 
     def finish(self) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Waits for all messages, and takes the sums in; returns (those of the counts, that of the
@@ -106,8 +106,8 @@ class Addition:
             received = folding.folds[leaf].fold.reducer.monoid.received
             if received is not None:
                 total = received(torch, total)
-            elif leaf not in folding.grads and total.nbytes <= _SMALL:
-                total = total.clone()
+            elif isinstance(total, torch.Tensor) and leaf not in folding.grads:
+                total = total.clone() if total.nbytes <= _SMALL else total
             of[leaf] = as_dtensor(total, spec)
         return counts, mark
 
