@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from funcga._fold import Tally, two_sum
 from funcga._types import Array, Dtype, Scalar, Tree
-from funcga.errors import no_device
+from funcga.errors import FuncgaError, no_device
 from jax_backend import _private
 
 if TYPE_CHECKING:
@@ -66,10 +66,13 @@ _KINDS = {
 
 
 def as_dtype(dtype: Dtype) -> Dtype:
-    """The dtype of this name; TypeError if the framework has none."""
+    """The dtype of this name; FuncgaError if the framework has none."""
     named = jnp.dtype(dtype)
     if named != jax.dtypes.canonicalize_dtype(named):
-        raise TypeError('64-bit types are switched off: jax.config.update("jax_enable_x64", True)')
+        raise FuncgaError(
+            f"{dtype!r} is no dtype of JAX here, as 64-bit types are switched off: "
+            'jax.config.update("jax_enable_x64", True).'
+        )
     return named
 
 

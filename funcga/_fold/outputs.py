@@ -264,7 +264,7 @@ def _leaf_folds(
             leaf = leaves[leaf_index] = as_leaf(leaf, where, backend)
         kind = id(fold), leaf.dtype
         if kind not in bound:
-            bound[kind] = bind(fold, leaf, where, backend.arrays, name)
+            bound[kind] = bind(fold, leaf, where, backend.arrays)
         folds.append(bound[kind])
         axis = fold.reducer.monoid.axis
         if shaped and (axis is not None or fold.reducer.stacked is not None):
