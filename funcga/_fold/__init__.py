@@ -214,6 +214,8 @@ class LeafFold:
         if kind_of_result == "bool":
             # Bools are folded as ints, whose identity for a maximum is the lowest int.
             result = _each(lambda part: part > 0 if kind(part.dtype) == "int" else part, result)
+        if not isinstance(result, tuple):  # the usual case
+            return arrays.cast(result, self.result_dtype)
         return _each(lambda part: arrays.cast(part, self.result_dtype), result)
 
     def check_known(self, reduced: Reduced, tally: Tally, where: Callable[[], str]) -> list[Array]:

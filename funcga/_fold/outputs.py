@@ -283,6 +283,8 @@ def broadcast_folds(
 
     Raises FuncgaError if the tree of folds is no prefix of it.
     """
+    if isinstance(fold, Fold):  # the usual case: one for all leaves
+        return [PrefixValue(fold, name)] * leaves
     of = "what grad_fn returns" if name == "output" else f"the {name}"
     what = f"fold= is no Fold, and the tree of folds is no prefix of {of}"
     is_fold = lambda node: isinstance(node, Fold)
