@@ -76,11 +76,6 @@ class Evidence:
         """What the fold divides by."""
         return self.fold.normalizer.divides_by
 
-    @property
-    def tolerance(self) -> float:
-        """How much equal ratios may differ by rounding."""
-        return max(1e-5, 100 * self.case.limit.relative)
-
     def cause(self, key: str, **words: object) -> Cause:
         """The Cause with the texts of this key, for these leaves."""
         words = {
@@ -169,8 +164,8 @@ class Evidence:
         kind = compare_groups(replace(self.case, probe=moved), self.leaves, self.a, self.b).kind
         if kind.name != self.kind.name:
             return kind.name in ("statistics", "coupled")
-        ratio = self.kind.ratio
-        return abs(ratio - kind.ratio) > self.tolerance * (ratio + kind.ratio)
+        ratio, tolerance = self.kind.ratio, max(1e-5, 100 * self.case.limit.relative)
+        return abs(ratio - kind.ratio) > tolerance * (ratio + kind.ratio)
 
 
 def compare_groups(case: Case, leaves: Sequence[int], a: Rows, b: Rows) -> Evidence:
