@@ -99,8 +99,8 @@ def call_key(
 ) -> object:
     """The structure of a call with these arguments, and the parameters of a module, if any."""
     own: object = None
-    if params is not None:  # known by their names: they have no other shapes the next time
-        own = tuple(params), _common([*params.values()])
+    if params is not None:
+        own = tuple(params), key_of([*params.values()], are_fixed=True)
     leaves = [leaf for each, _ in flat for leaf in each]
     structures = tuple([structure for _, structure in flat])
     # What is on around the call, that changes what it computes.
@@ -113,23 +113,25 @@ def call_key(
     return ambient, own, structures, key_of(leaves), others
 
 
-def key_of(leaves: Sequence[Any]) -> tuple[object, ...]:
-    """What leaves of one structure have in common: shapes, dtypes, and what acts on gradients."""
-    if not _DENSE.issuperset(map(type, leaves)) or True in map(_IS_NESTED, leaves):
+def key_of(leaves: Sequence[Any], are_fixed: bool = False) -> tuple[object, ...]:
+    """What leaves of one structure have in common: shapes, dtypes, and what acts on gradients.
+
+    `are_fixed`: of parameters of a module, which have no other shapes the next time.
+    """
+    types = tuple(map(type, leaves))
+    if not _DENSE.issuperset(types) or True in map(_IS_NESTED, leaves):
         return tuple(map(_kind, leaves))
-    records = tuple(map(_REQUIRES_GRAD, leaves))
+    records, hooked = tuple(map(_REQUIRES_GRAD, leaves)), list[int]()
+    if True in records:
+        hooks = map(_private.has_hooks, leaves), map(_private.has_hooks_on_grad, leaves)
+        pairs = enumerate(zip(*hooks, strict=True))
+        hooked = [at for at, (on_leaf, on_grad) in pairs if on_leaf or on_grad]
+    dtypes, on_host = tuple(map(_DTYPE, leaves)), tuple(map(_IS_CPU, leaves))
+    key = types, records, tuple(hooked), dtypes, on_host
+    if are_fixed:
+        return key
     shapes, layouts = tuple(map(_SHAPE, leaves)), tuple(map(_LAYOUT, leaves))
-    is_inference = True in map(torch.is_inference, leaves)
-    return records, shapes, layouts, is_inference, _common(leaves, True in records)
-
-
-def _common(leaves: Sequence[torch.Tensor], recorded: bool = True) -> tuple[object, ...]:
-    """Types and places of tensors, and whether one has hooks, if these are `recorded`."""
-    hooks = (False, False)
-    if recorded:
-        hooks = any(map(_private.has_hooks, leaves)), any(map(_private.has_hooks_on_grad, leaves))
-    kinds = tuple(map(type, leaves)), tuple(map(_DTYPE, leaves)), tuple(map(_IS_CPU, leaves))
-    return hooks, kinds
+    return *key, shapes, layouts, True in map(torch.is_inference, leaves)
 
 
 def _kind(leaf: Any) -> object:
