@@ -391,7 +391,15 @@ class ModuleWindow(Window):
         It runs the passes that the others wait for, over a row of zeros: many modules cannot run on
         an empty batch.
         """
-        check_no_stream(self.program)
+        if self.is_stream:  # there are no arguments to make a row of zeros of
+            raise FuncgaError(
+                "there is no micro-batch on this replica, and grad_fn is that of a wrapped module "
+                "or of a pipeline, which the processes run together: without a micro-batch there "
+                "is nothing to run it on. Give every replica a micro-batch, one of weight 0 if "
+                "need be, or let funcga reduce, for which a replica may have none: "
+                "stream(funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn)), "
+                "across=group), with the module that was wrapped."
+            )
         self.arguments = arguments = with_a_blank_row(arguments)
         with self.passes():
             self._fill_up(arguments.cut(0, 1, state), kwargs)
@@ -433,18 +441,3 @@ class ModuleWindow(Window):
             elif not sums.steps:
                 raise nothing_to_fold()
             return sums.result()
-
-
-def check_no_stream(program: Program) -> None:
-    """Raises FuncgaError for a stream without a micro-batch: there are no arguments to make a
-    row of zeros of.
-    """
-    if program.n is None and program.microbatch_size is None:
-        raise FuncgaError(
-            "there is no micro-batch on this replica, and grad_fn is that of a wrapped module or "
-            "of a pipeline, which the processes run together: without a micro-batch there is "
-            "nothing to run it on. Give every replica a micro-batch, one of weight 0 if need be, "
-            "or let funcga reduce, for which a replica may have none: "
-            "stream(funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn)), "
-            "across=group), with the module that was wrapped."
-        )

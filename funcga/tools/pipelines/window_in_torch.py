@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -25,7 +25,7 @@ from funcga._types import Scalar, Tree
 from funcga.errors import FuncgaError
 from funcga.folds import Fold
 from funcga.tools.pipelines.schedule_in_torch import Pipeline
-from torch_backend import arrays, trees
+from torch_backend import _private, arrays, trees
 from torch_backend.arrays import recording, recording_loss
 from torch_backend.modules.checks import check_not_wrapped
 from torch_backend.reduce import Reduction
@@ -37,19 +37,19 @@ from torch_backend.wrapped.window import ModuleWindow, WrappedGradient
 Values = list[tuple[torch.Tensor, Tree]]  # the loss and the aux of each micro-batch
 
 
-@dataclass(frozen=True)
-class Microbatch:
-    """The inputs of the first stage and the target of the loss; the weight of a filler is None."""
+class Microbatch(NamedTuple):
+    """The arguments of a micro-batch: the inputs of the first stage, each a tensor with rows, and
+    the target of the loss. The weight of a filler is None.
+    """
 
-    inputs: tuple[torch.Tensor, ...]
-    target: Tree
+    args: tuple[Tree, ...]
     kwargs: dict[str, Tree]
     weight: Scalar | None
 
     @property
-    def rows(self) -> int:
-        """How many rows the first stage gets."""
-        return len(self.inputs[0])
+    def inputs(self) -> tuple[torch.Tensor, ...]:
+        """What the first stage gets."""
+        return self.args[:-1]
 
 
 class PipelineWindow(ModuleWindow):
@@ -102,10 +102,16 @@ class PipelineWindow(ModuleWindow):
                 "micro-batch begins before the last one has ended: no state can be threaded. Pass "
                 "it whole, in_axes=(0, None, 0), or close over it."
             )
-        self.kept.append(self._microbatch(args, kwargs, weight))
+        if len(args) < 2:
+            raise FuncgaError(
+                f"a micro-batch has {len(args)} arguments, and those of a pipeline are the inputs "
+                "of the first stage, each a tensor with rows, and one target, which is a tree: "
+                "step(x, y)."
+            )
+        self.kept.append(Microbatch(args, kwargs, weight))
         self.weights.append(weight)
         if self._counts(weight):
-            self.row = self._inputs(weight, tuple([part[:1] for part in self.kept[-1].inputs]))
+            self.row = tuple([part[:1] for part in self.kept[-1].inputs])
         # Micro-batches of weight 0 wait for one that counts, whose row stands in.
         is_ready = self.count is not None and (self.row is not None or not self.stands_in)
         while self.kept and (last or (is_ready and len(self.kept) >= (self.count or 0))):
@@ -118,22 +124,8 @@ class PipelineWindow(ModuleWindow):
         reduce in every step. Stages that are not wrapped run at least one.
         """
         while not self.is_last:
-            self.kept = [self._microbatch(args, kwargs, None)]
+            self.kept = [Microbatch(args, kwargs, None)]
             self._run(True)
-
-    def _microbatch(
-        self, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: Scalar | None
-    ) -> Microbatch:
-        *inputs, target = args
-        if not inputs or any(
-            not isinstance(part, torch.Tensor) or not part.ndim for part in inputs
-        ):
-            raise FuncgaError(
-                f"a micro-batch has {len(args)} arguments, and those of a pipeline are the inputs "
-                "of the first stage, each a tensor with rows, and one target, which is a tree: "
-                "step(x, y)."
-            )
-        return Microbatch(tuple(inputs), target, kwargs, weight)
 
     def _run(self, last: bool) -> None:
         """Runs a step of the schedule with waiting micro-batches, filled up. `last`: whether no
@@ -210,18 +202,18 @@ class PipelineWindow(ModuleWindow):
         return _zero(output)
 
     def _weighed(self, output: Tree, microbatch: Microbatch, number: int) -> torch.Tensor:
-        rows = self.pipeline.rows
+        rows, count = self.pipeline.rows, len(microbatch.inputs[0])
         leaves, structure = trees.flatten(output)
         if any(not leaf.ndim or len(leaf) != rows for leaf in leaves):
             raise FuncgaError(
                 f"the last stage returned {', '.join(map(arrays.describe, leaves))} "
-                f"for {rows} rows, of which {microbatch.rows} count: rows are axis 0 of every "
+                f"for {rows} rows, of which {count} count: rows are axis 0 of every "
                 "output. Reduce over rows in loss_fn, which does not see the rows that a "
                 "micro-batch is filled up with."
             )
-        leaves = [leaf if microbatch.rows == rows else leaf[: microbatch.rows] for leaf in leaves]
+        leaves = [leaf if count == rows else leaf[:count] for leaf in leaves]
         visible = trees.unflatten(structure, leaves)
-        args = visible, microbatch.target
+        args = visible, microbatch.args[-1]
         with recording_loss():
             loss, aux, *_ = self.forward(args, microbatch.kwargs, None)
         # The loss of the first micro-batch may be computed once more than the others, to learn
@@ -298,10 +290,9 @@ class PipelineWindow(ModuleWindow):
 
 def _moved(values: Values, device: torch.device) -> Values:
     """The values, whose tensors are on this device."""
-    leaves, structure = trees.flatten(values)
-    moved = [leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    on_device: Values = trees.unflatten(structure, moved)
-    return on_device
+    to_device = lambda tensor: tensor.to(device)
+    moved: Values = _private.pytree.tree_map_only(torch.Tensor, to_device, values)
+    return moved
 
 
 def _zero(output: Tree) -> torch.Tensor:
