@@ -197,9 +197,9 @@ def replaced(given: Tensors, own: Tensors, what: str) -> dict[int, torch.Tensor]
             continue
         if isinstance(original, nn.Parameter) and not (original.requires_grad or is_frame):
             raise frozen(name)
+        has_hooks = transformed and _private.hooks_of(original) and not _private.hooks_of(tensor)
         # What was computed from a parameter, as in meta-learning, has no use for its hooks.
-        is_computed = not tensor.is_leaf or _private.hooks_of(tensor)
-        if transformed and _private.hooks_of(original) and not is_computed:
+        if has_hooks and tensor.is_leaf:
             raise FuncgaError(
                 f"`{name}` has a hook of register_hook, which a transform of torch.func does not "
                 "call. Take the gradient with funcga.grad or funcga.value_and_grad, which do; or "
