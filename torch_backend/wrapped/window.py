@@ -31,7 +31,7 @@ from torch_backend import _private, arrays, trees
 from torch_backend.dtensor import local_tensors
 from torch_backend.engine.alone import value_of
 from torch_backend.engine.distributed import with_a_blank_row
-from torch_backend.engine.guards.aside import gradients_aside
+from torch_backend.engine.guards.grads import gradients_aside
 from torch_backend.engine.leaves import OWN
 from torch_backend.engine.window import Window
 from torch_backend.modules.layers import buffers_of, put_back
