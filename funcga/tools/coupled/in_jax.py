@@ -15,9 +15,9 @@ from funcga._types import Scalar, Tree
 from funcga.folds import sum as summed
 from funcga.tools.coupled import Cotangents, Coupled, Summaries
 from jax_backend import arrays, sharding, trees
-from jax_backend.gradients import depends
 from jax_backend.loop import accumulated, begin, fold_batch, tallies_of
 from jax_backend.sharding import Spread
+from jax_backend.transforms import depends
 
 
 def coupled(job: Coupled, backend: Backend) -> Callable[..., Tree]:
