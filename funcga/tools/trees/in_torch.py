@@ -10,8 +10,8 @@ import torch
 from torch.utils import dlpack
 
 from funcga._types import Array
-from funcga.errors import needs_numpy, no_device
-from funcga.tools.trees import ExportError, Extent, extent
+from funcga.errors import needs_numpy
+from funcga.tools.trees import ExportError, Extent, extent, no_device
 from torch_backend import arrays
 from torch_backend.dtensor import is_dtensor, local
 
