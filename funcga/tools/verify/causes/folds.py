@@ -246,18 +246,24 @@ VAGUE = {
 
 def apart_from_an_epsilon(case: Case, causes: Sequence[Cause]) -> Iterator[Answer]:
     """What replaces these causes if it is all that is wrong but for a very small difference."""
-    failed, names = case.failed, {each.name for each in causes}
-    if not names or not names <= VAGUE or failed != case.splits.failed:
+    names = {each.name for each in causes}
+    if not names or not names <= VAGUE or case.failed != case.splits.failed:
         return
-    worst = max(np.inf if row.error else row.relative for row in case.splits.rows)
+    worst = case.splits.worst
     found = _within(case, 10 * worst if worst <= _SMALL else _EPSILON)
     if worst <= _SMALL and found == []:
-        wholes = [case.probe.whole[leaf].ndim for leaf in failed]
-        is_of_value = not any(wholes) and any(leaf.ndim for leaf in case.probe.whole)
-        words = {"where": case.probe.paths[failed[0]], "difference": worst}
-        yield (note if is_of_value else cause)("small remainder", **words)
+        yield _small_remainder(case)
     elif found and case.limit.relative < 1e-8 and VAGUE.isdisjoint(each.name for each in found):
         yield from found
+
+
+def _small_remainder(case: Case) -> Answer:
+    """The cause; a note if the value of the loss alone differs."""
+    probe, failed = case.probe, case.failed
+    is_of_gradient = any(probe.whole[leaf].ndim for leaf in failed)
+    is_of_value = not is_of_gradient and any(leaf.ndim for leaf in probe.whole)
+    words = {"where": probe.paths[failed[0]], "difference": case.splits.worst}
+    return (note if is_of_value else cause)("small remainder", **words)
 
 
 def _within(case: Case, relative: float) -> list[Cause] | None:
