@@ -153,7 +153,8 @@ def _imported(array: Array) -> torch.Tensor:
 
 
 def copies(sources: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors in new memory, once that is done: JAX may reuse the memory of its arrays."""
+    """The arrays in new memory, once that is done."""
+    # JAX may reuse the memory of its own as soon as this returns.
     made = [tensor.clone() for tensor in sources]
     for device in {tensor.device for tensor in made if not tensor.is_cpu}:
         torch.accelerator.current_stream(device).synchronize()
