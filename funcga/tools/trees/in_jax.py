@@ -181,7 +181,8 @@ def _imported(exports: Sequence[Array], device: Place | None) -> list[Array]:
 
 def copies(sources: list[jax.Array]) -> list[jax.Array]:
     """The arrays in new memory, once that is done."""
-    # The caller may write to what was copied from. device_put ignores may_alias=False for NumPy's arrays, which have become JAX's before.
+    # The caller may write to what was copied from. device_put ignores may_alias=False for NumPy's
+    # arrays, which have become JAX's before.
     with jax.ensure_compile_time_eval():
         made: list[jax.Array] = jax.block_until_ready(jax.device_put(sources, may_alias=False))
     return made
