@@ -13,9 +13,8 @@ from jax.sharding import PartitionSpec
 
 from funcga._call import Memory
 from funcga._fold import LeafFold, Tally
-from funcga._fold.accumulator import Accumulation
-from funcga._transform.multi_steps import MultiSteps
-from funcga._transform.window import Dropped, MultiStepsState, Window
+from funcga._fold.accumulator import Accumulation, AccumulatorState
+from funcga._transform.multi_steps import Dropped, MultiSteps, MultiStepsState
 from funcga._types import Array, Reduced, Scalar, Tree
 from funcga.errors import FuncgaError
 from jax_backend import merge as merging
@@ -35,16 +34,11 @@ def add(
     """The accumulators of a window with the value of its last micro-batch, which is in its
     tally.
     """
-    lanes = zip(window.outputs.folds, window.accumulators, leaves, weights, strict=True)
+    triples = zip(window.outputs.folds, leaves, weights, strict=True)
     return [
-        None if fold is None else fold.combine(before, fold.lift(leaf, weight))
-        for fold, before, leaf, weight in lanes
+        None if fold is None else window.combined(leaf_index, fold.lift(leaf, weight))
+        for leaf_index, (fold, leaf, weight) in enumerate(triples)
     ]
-
-
-def detached(leaves: Sequence[Array]) -> list[Array]:
-    """The leaves in no graph, unless what is computed is differentiated from outside."""
-    return [*leaves]
 
 
 def finish(window: Accumulation, tallies: Sequence[Tally], donate: bool) -> list[Reduced]:
@@ -134,7 +128,9 @@ def merged(
     return Accumulation(outputs, accumulators, folded.total, folded.unit, folded.rejected)
 
 
-def own_parts(windows: Sequence[Window], replicas: Replicas | None) -> list[Window]:
+def own_parts(
+    windows: Sequence[AccumulatorState], replicas: Replicas | None
+) -> list[AccumulatorState]:
     """The parts of a state's window that belong to this replica; without replicas all, of
     several states.
 
@@ -154,11 +150,13 @@ def own_parts(windows: Sequence[Window], replicas: Replicas | None) -> list[Wind
     ]
 
 
-def as_part(windows: Sequence[Window], replicas: Replicas | None, is_empty: bool) -> Window:
+def as_part(
+    windows: Sequence[AccumulatorState], replicas: Replicas | None, is_empty: bool
+) -> AccumulatorState:
     """A window as this replica's part of a state; without replicas the whole of all parts."""
     # Parts are stacked along a leading axis, which is sharded over the devices.
     names = () if replicas is None else replicas.names
-    stacked: Window = jax.tree.map(
+    stacked: AccumulatorState = jax.tree.map(
         lambda *parts: jnp.stack([as_varying(part, names) for part in parts]), *windows
     )
     return stacked

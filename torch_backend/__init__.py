@@ -8,8 +8,8 @@ import torch
 
 from funcga._backend import Backend
 from funcga._fold import Tally
-from funcga._fold.accumulator import AccumulatorState
-from funcga._transform.window import Dropped, MultiStepsState, Parts, Window
+from funcga._fold.accumulator import AccumulatorState, Parts
+from funcga._transform.multi_steps import Dropped, MultiStepsState
 from torch_backend import arrays, gradients, loop, replicas, states, transforms, trees
 from torch_backend.modules import pure_loss, trainable
 from torch_backend.parameters import apply_updates, assign_grads
@@ -76,7 +76,6 @@ torch.serialization.add_safe_globals(
         MultiStepsState,
         Parts,
         Tally,
-        Window,
     ]
 )
 _OF_TOOLS = {

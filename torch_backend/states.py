@@ -13,9 +13,8 @@ from typing import Any
 import torch
 
 from funcga._call import Memory
-from funcga._fold import LeafFold, Tally, largest
-from funcga._fold.accumulator import Accumulation
-from funcga._transform.window import Window
+from funcga._fold import Tally, largest
+from funcga._fold.accumulator import Accumulation, AccumulatorState
 from funcga._types import Array, Reduced, Scalar
 from funcga.errors import FuncgaError
 from torch_backend import arrays
@@ -59,23 +58,16 @@ def add(
             is_half = is_added and value.dtype in _HALVES and total.is_floating_point()
             fits = is_added and (value.dtype is total.dtype or is_half)
             if not fits or value.layout is not torch.strided:
-                after[index] = _combined(fold, total, value, weights[index], pure)
+                value = value if pure else value.detach()
+                combined = window.combined(index, fold.lift(value, weights[index]))
+                # A monoid of the user's may return its argument, whose memory belongs to grad_fn.
+                after[index] = combined.clone() if combined is value else combined
             elif isinstance(factor, torch.Tensor):
                 after[index] = _masked_sum(total, value, factor, masks, donate)
             else:
                 groups.setdefault(factor, []).append(index)
         _add_groups(after, leaves, groups, is_first, donate)
     return [*after.values()]
-
-
-def _combined(
-    fold: LeafFold, total: Reduced, value: torch.Tensor, weight: Scalar, pure: bool
-) -> Reduced:
-    """The accumulator of a leaf that torch does not add to; in no graph unless `pure`."""
-    value = value if pure else value.detach()
-    combined = fold.combine(total, fold.lift(value, weight))
-    # A monoid of the user's may return its argument, whose memory belongs to grad_fn.
-    return combined.clone() if combined is value else combined
 
 
 def _dtypes(tensors: Sequence[torch.Tensor]) -> list[torch.dtype]:
@@ -124,13 +116,6 @@ def _masked_sum(
     # `where` selects: of a weight of 0 not even a NaN is added.
     more = torch.where(counts, value.to(total.dtype), zero)
     return total.addcmul_(more, factor) if donate else total.add(more.mul_(factor))
-
-
-def detached(leaves: Sequence[Array]) -> list[Array]:
-    """The leaves in no graph, unless what is computed is differentiated from outside."""
-    if arrays.in_transform():
-        return [*leaves]
-    return [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
 
 def finish(window: Accumulation, tallies: Sequence[Tally], donate: bool) -> list[Reduced]:
@@ -284,7 +269,9 @@ def merged(
     )
 
 
-def own_parts(windows: Sequence[Window], replicas: Replicas | None) -> list[Window]:
+def own_parts(
+    windows: Sequence[AccumulatorState], replicas: Replicas | None
+) -> list[AccumulatorState]:
     """The parts of a state's window that belong to this replica; without replicas all, of
     several states.
 
@@ -301,7 +288,7 @@ def own_parts(windows: Sequence[Window], replicas: Replicas | None) -> list[Wind
     return [] if mark == _WHOLE and replicas.rank > 0 and not is_empty else [window]
 
 
-def _parts_of_all(windows: Sequence[Window]) -> list[Window]:
+def _parts_of_all(windows: Sequence[AccumulatorState]) -> list[AccumulatorState]:
     """The parts that the states of all replicas have, in the order of these, on the devices of the
     first: each has saved its window on its own.
     """
@@ -340,13 +327,15 @@ def _incomplete(marks: Sequence[tuple[int, int]]) -> FuncgaError:
     )
 
 
-def as_part(windows: Sequence[Window], replicas: Replicas | None, is_empty: bool) -> Window:
+def as_part(
+    windows: Sequence[AccumulatorState], replicas: Replicas | None, is_empty: bool
+) -> AccumulatorState:
     """A window as this replica's part of a state; without replicas the whole of all parts."""
     part = _WHOLE if is_empty or replicas is None else (replicas.rank, replicas.count)
     return windows[0]._replace(part=torch.tensor(part, dtype=torch.int32, device="cpu"))
 
 
-def _part(window: Window) -> tuple[int, int]:
+def _part(window: AccumulatorState) -> tuple[int, int]:
     """(rank, count) of the replica whose part it is; _WHOLE for a window of all replicas, or
     without any.
     """

@@ -219,10 +219,6 @@ class States(Protocol):
         """
         ...
 
-    def detached(self, leaves: Sequence[Array]) -> list[Array]:
-        """The leaves in no graph, unless what is computed is differentiated from outside."""
-        ...
-
     def finish(self, window: Accumulation, tallies: Sequence[Tally], donate: bool) -> list[Reduced]:
         """The leaves of a window, each normalised by its tally; in memory of their own, or in that
         of donated sums.

@@ -5,7 +5,7 @@ options, checked.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypedDict, TypeVar
 
 from funcga import normalizers, reducers
@@ -103,6 +103,10 @@ class Memory:
     failed: bool = False
     kept: dict[type, object] = field(default_factory=dict)
 
+    def __reduce__(self) -> Any:
+        """Pickled without what was cached."""
+        return Memory, (self.step, self.options)
+
     def keep(self, kind: type[Kept], *args: object) -> Kept:
         """The cached object of this class: `kind(*args)`, made at the first call. Each backend
         has its own classes for what it computes once, not at every call.
@@ -133,8 +137,16 @@ class Program:
     dropping: Any = None
     on_each: Any = None  # of a plan: what runs a function on every device of a mesh
 
-    is_exact: bool = False  # whether a fold reads bits, as reproducible() does
-    is_told: bool = False  # whether other processes may take part in a call
+    @cached_property
+    def is_exact(self) -> bool:
+        """Whether a fold reads bits, as reproducible() does."""
+        return _is_exact(self.fold)
+
+    @cached_property
+    def is_told(self) -> bool:
+        """Whether other processes may take part in a call."""
+        owner = owner_of(self.grad_fn)
+        return self.across is not None or (owner is not None and owner.kind != MODULE)
 
     def backend(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Backend:
         """The backend that owns the arrays of a call."""
@@ -205,15 +217,6 @@ class Program:
                 (self.observers.folds, self.fold), value, backend, carried=carried
             )
             outputs = replace(outputs, before=len(self.observers.folds))
-        describe, is_array = backend.arrays.describe, backend.arrays.is_array
-        for leaf_index, before in zip(outputs.threads, arguments.state, strict=True):
-            after = leaves[leaf_index]
-            if is_array(before) and (not is_array(after) or describe(after) != describe(before)):
-                raise FuncgaError(
-                    f"{outputs.paths()[leaf_index]} is {describe(after)}, and the carried state "
-                    f"came in as {describe(before)}. Every micro-batch gets what the one before "
-                    "returned: return the shape and dtype that came in."
-                )
         return outputs, leaves
 
 
@@ -305,11 +308,8 @@ def read_program(
         counted = load("totals", "totals=").Totals(totals, across is not None)
     # Imported now, as torch.compile may trace the first call.
     load_imported()
-    is_told = across is not None or (owner is not None and owner.kind != MODULE)
-    memory = Memory()
-    if is_told:
-        memory.step = None if across is None else step_of(grad_fn)
-        memory.options = options_of(observers, drop, drop_if, totals, owner)
+    step = None if across is None else step_of(grad_fn)
+    memory = Memory(step, options_of(observers, drop, drop_if, totals, owner))
     return Program(
         grad_fn,
         fold,
@@ -323,8 +323,6 @@ def read_program(
         totals=counted,
         observers=observers,
         dropping=dropping,
-        is_exact=_is_exact(fold),
-        is_told=is_told,
     )
 
 

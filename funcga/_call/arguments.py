@@ -6,7 +6,6 @@ import inspect
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import takewhile
 from typing import Any, NamedTuple
 
 from funcga._backend import Backend, Trees
@@ -106,22 +105,17 @@ class Arguments:
     def _rows_of(self, leaf_index: int, leaf: Any, axis: int) -> int:
         """How many rows a leaf has along its axis."""
         arrays = self.backend.arrays
-        if not arrays.is_array(leaf):
-            raise FuncgaError(
-                f"`{self.path(leaf_index)}` is {arrays.describe(leaf)}, and in_axes splits it on "
-                f"axis {axis}: only {self.backend.name} arrays can be split. Convert it, make it a "
-                "tree of arrays, or pass it whole: in_axes with None in its place. A DataLoader is "
-                "folded by stream."
-            )
         try:
-            shape = leaf.shape
-            rows: int = shape[axis]  # a symbol, if a program is exported for any number of rows
-        except (IndexError, RuntimeError) as error:  # nested tensors of the old kind have no shape
-            raise FuncgaError(
-                f"`{self.path(leaf_index)}` is {arrays.describe(leaf)}: it has no axis {axis} to "
-                "split. Pass it whole: in_axes with None in its place, or as a keyword argument."
-            ) from error
-        return rows
+            if arrays.is_array(leaf):
+                return leaf.shape[axis]  # type: ignore[no-any-return]
+        except (IndexError, RuntimeError):  # nested tensors of the old kind have no shape
+            pass
+        raise FuncgaError(
+            f"`{self.path(leaf_index)}` is {arrays.describe(leaf)}: it has no axis {axis} to "
+            f"split. Only {self.backend.name} arrays are split: convert it, make it a tree of "
+            "arrays, or pass it whole: in_axes with None in its place, or by keyword. A DataLoader "
+            "is folded by stream."
+        )
 
     def _check_examples(self, rows: int) -> None:
         """Raises FuncgaError if all that is split are lists of arrays alike: these are examples,
@@ -291,9 +285,8 @@ def argument_names(function: Callable[..., object], count: int) -> list[str]:
     except (TypeError, ValueError):
         parameters = []
     # From *args on there are no names.
-    by_position = takewhile(lambda p: p.kind < p.VAR_POSITIONAL, parameters)
-    names = [parameter.name for parameter in by_position]
-    return (names + [f"args[{arg_index}]" for arg_index in range(len(names), count)])[:count]
+    names = [each.name for each in parameters if each.kind < each.VAR_POSITIONAL]
+    return [*names, *[f"args[{arg_index}]" for arg_index in range(len(names), count)]][:count]
 
 
 def groups(rows: int, n: int | None, microbatch_size: int | None) -> list[tuple[int, int]]:

@@ -105,8 +105,8 @@ def test_a_state_without_a_unit_goes_on(kit):
     """As earlier versions have saved them: sums of w * v."""
     accumulator, one = funcga.Accumulator(), kit.arrays(np.ones(2, "float32"))
     state = accumulator.init(one)
-    state = state._replace(leaves=(one * 300,), tally=accumulator.update(state, one, weight=100).tally)
-    old = type(state)(*state[:3])
+    state = state._replace(accumulated=one * 300, tally=accumulator.update(state, one, weight=100).tally)
+    old = type(state)(*state[:4], like=state.like)
     assert old.unit == 1
     found = accumulator.finalize(accumulator.update(old, one, weight=50))
     np.testing.assert_allclose(kit.numpy(found), 350 / 150, rtol=1e-7)

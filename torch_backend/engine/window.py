@@ -131,9 +131,7 @@ class Window(ExitStack):
         return self
 
     def leaves_of(self, arguments: dict[int, Tree]) -> Leaves:
-        """Leaves of these arguments, which share their memory; None stays None. Raises FuncgaError
-        for what cannot be differentiated.
-        """
+        """Leaves of these arguments, which share their memory; None stays None."""
         found = Leaves({}, [], [])
         for index, tree in arguments.items():
             originals, structure = trees.flatten(tree)
@@ -141,8 +139,8 @@ class Window(ExitStack):
             try:
                 leaves = [original.detach().requires_grad_() for original in present]
             except (RuntimeError, AttributeError, ValueError):
-                # Numbers, integers, or tensors that were made in inference mode.
-                leaves = copied_leaves(present, tree, index, self.gradient, self.backend)
+                # Numbers, or tensors that were made in inference mode.
+                leaves = copied_leaves(present)
             each = iter(leaves)
             spread = [None if original is None else next(each) for original in originals]
             found.trees[index] = trees.unflatten(structure, spread)

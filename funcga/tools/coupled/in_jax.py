@@ -1,7 +1,7 @@
 """The two passes of a loss that needs the whole batch, in one program."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -47,10 +47,6 @@ class _Step:
         arguments = job.program.read(args, backend)
         arg_indices = job.arg_indices(arguments)
         params = [args[arg_index] for arg_index in arg_indices]
-        # With the names of its arguments, for errors.
-        of_summary = replace(job.gradient, loss_fn=job.program.grad_fn)
-        for arg_index, param in zip(arg_indices, params, strict=True):
-            of_summary.check_leaves(param, arg_index, backend)
         trees.check_trained(params)
         rows = arguments.rows()
         sizes = groups(rows, job.program.n, job.program.microbatch_size)
