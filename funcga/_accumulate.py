@@ -6,7 +6,8 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
-from funcga._call import Options, OwningGradient, read_program, read_sizes
+from funcga._call import Options, OwningGradient, Program, owner_of, read_program, read_sizes
+from funcga._call.supported import ANY, check_supported
 from funcga._grad import GradientFunction
 from funcga._tools import load
 from funcga._types import Across, DropScope, DropTest, P, R, TotalsFn, Tree, WeightFn
@@ -127,14 +128,12 @@ def accumulate(
         weight,
         in_axes,
         across,
-        totals,
-        observe,
-        drop=drop,
-        drop_if=drop_if,
         n=count,
         microbatch_size=rows,
-        searches=searches,
     )
+    given = totals, observe, drop, drop_if
+    if searches or given.count(None) < len(given):
+        program = compose(program, *given, searches=searches)
     search = load("plan.search", 'n="auto"').Search(program) if searches else None
     # A gradient function has no name of its own to copy.
     is_object = isinstance(grad_fn, GradientFunction | OwningGradient)
@@ -156,3 +155,38 @@ def accumulate(
     # For code that wraps the step, and for tools that inspect it.
     accumulated.program = program  # type: ignore[attr-defined]
     return accumulated
+
+
+def compose(
+    program: Program,
+    totals: TotalsFn | None,
+    observe: Tree,
+    drop: DropScope | None,
+    drop_if: DropTest | None,
+    searches: bool = False,
+) -> Program:
+    """The program with the tools of these options around it; `searches`: n is searched for. Raises
+    FuncgaError for an unsupported combination.
+    """
+    across, owner = program.across, owner_of(program.grad_fn)
+    features = {
+        "across=": across is not None,
+        'n="auto"': searches,
+        "totals=": totals is not None,
+        "observe=": observe is not None,
+        "drop=": drop is not None,
+        f'drop="{drop}"': drop is not None,
+        "drop_if=": drop_if is not None,
+        "scaled=True": getattr(program.grad_fn, "scaled", False),
+        # In Replicas a tree of ints; a torch process group has a method of this name.
+        "scatter=": isinstance(getattr(across, "scatter", None), int | tuple | list | dict),
+    }
+    used = [feature for feature, is_used in features.items() if is_used]
+    check_supported(used, ANY if owner is None else owner.kind)
+    if (drop, drop_if) != (None, None):
+        program = load("dropping", "drop=").dropping(program, drop, drop_if)
+    if observe is not None:
+        program = load("observe.readings", "observe=").observed(program, observe)
+    if totals is not None:
+        program = load("totals", "totals=").counted(program, totals)
+    return program

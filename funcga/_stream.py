@@ -3,9 +3,11 @@ micro-batches, n at a time.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import count, islice
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack, overload
 
+from funcga._accumulate import compose
 from funcga._call import Options, owner_of, read_program
 from funcga._fold import has_no_axes
 from funcga._transform.window_size import WindowSize, check_size, size_after
@@ -94,18 +96,10 @@ def stream(
         ...     print(step(torch.tensor(1.0), window))
         tensor(2.)
     """
-    program = read_program(
-        grad_fn,
-        fold,
-        weight,
-        in_axes,
-        across,
-        totals,
-        observe,
-        drop=drop,
-        drop_if=drop_if,
-        device=device,
-    )
+    program = read_program(grad_fn, fold, weight, in_axes, across, device=device)
+    given = totals, observe, drop, drop_if
+    if given.count(None) < len(given):
+        program = compose(program, *given)
     owner = owner_of(grad_fn)
 
     def streamed(*args: Any, **kwargs: Any) -> Any:
@@ -137,11 +131,10 @@ def stream(
             # A reference in this frame would keep the first micro-batch in memory during the loop.
             del first
             items = _put_back(ahead, items)
-            if program.totals is not None:
-                counted = _Counted(items)
-                count = backend.loop.stream(program.totals.counting(program, backend), backend)
-                kwargs = dict(**kwargs, totals=count(tuple(leading), counted, {}))
-                items = counted.again(map(_fields, microbatches))
+            if program.prologue is not None:
+                again = partial(map, _fields, microbatches)
+                of_stream = program.prologue.of_stream
+                kwargs, items = of_stream(program, backend, tuple(leading), items, again, kwargs)
             return backend.loop.stream(program, backend)(tuple(leading), items, kwargs)
 
     return streamed
@@ -150,29 +143,6 @@ def stream(
 def _fields(item: object) -> tuple[Any, ...]:
     """The arguments of grad_fn that a micro-batch is spread into."""
     return tuple(item) if isinstance(item, tuple | list) else (item,)
-
-
-class _Counted(Iterator[tuple[Any, ...]]):
-    """Micro-batches, whose number is counted."""
-
-    def __init__(self, items: Iterator[tuple[Any, ...]]):
-        self.items, self.count = items, 0
-
-    def __next__(self) -> tuple[Any, ...]:
-        item = next(self.items)
-        self.count += 1
-        return item
-
-    def again(self, items: Iterator[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
-        """The same micro-batches. Raises FuncgaError at the end if there were more, or fewer."""
-        second = _Counted(items)
-        yield from second
-        if second.count != self.count:
-            raise FuncgaError(
-                f"the window had {self.count} micro-batches when they were counted, for totals=, "
-                f"and {second.count} when they were folded. Pass one that stays the same, such as "
-                "a list: step(params, list(microbatches))."
-            )
 
 
 def _put_back(ahead: list[Any], items: Iterator[Any]) -> Iterator[Any]:

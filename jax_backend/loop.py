@@ -75,16 +75,17 @@ def accumulated(
     program: Program, backend: Backend, spread: Spread, args: Args, kwargs: Kwargs
 ) -> Result:
     """The result of the fold over a batch, traced."""
-    if program.totals is not None:
-        kwargs = dict(**kwargs, totals=totals_of(program, backend, spread, args))
+    if program.prologue is not None:
+        kwargs = begin(program, backend, spread, args, kwargs)
     outputs, folded, _ = fold_batch(program, backend, spread, args, kwargs)
     return _finished(program, outputs, folded, kwargs)
 
 
-def totals_of(program: Program, backend: Backend, spread: Spread, args: Args) -> Tree:
-    """The totals of the window."""
-    totals, _ = accumulated(program.totals.counting(program, backend), backend, spread, args, {})
-    return totals
+def begin(program: Program, backend: Backend, spread: Spread, args: Args, kwargs: Kwargs) -> Kwargs:
+    """The keyword arguments of grad_fn, once the prologue of the program has run."""
+    fold = lambda program, args: accumulated(program, backend, spread, args, {})[0]
+    named: Kwargs = program.prologue(program, backend, fold, args, kwargs)
+    return named
 
 
 def fold_batch(
@@ -434,8 +435,8 @@ def _finished(program: Program, outputs: Outputs, folded: Folded, kwargs: Kwargs
     result = outputs.join(*parts)
     if program.observers is not None:
         result = program.observers.observed(program, result, kwargs)
-    if program.totals is not None:
-        result = load("totals.in_jax", "totals=").nan_if_overflown(result, kwargs["totals"])
+    if program.epilogues:
+        result = program.finish(outputs.backend, result, kwargs)
     # Raises FuncgaError, which names the leaf, for a result that is lost where the host sees it.
     lost: list[jax.Array] = []
     for leaf_index, fold, reduced in triples if outputs.may_be_lost else ():
@@ -497,17 +498,14 @@ class _Stream:
     def _fold(
         self, microbatches: Iterator[Args], replicas: Replicas | None, leading: Args, kwargs: Kwargs
     ) -> Tree:
-        device = None if self.program.device is None else arrays.device(self.program.device)
-        if device is not None and self.program.totals is not None:
-            kwargs = {**kwargs, "totals": _moved(kwargs["totals"], device)}
+        if self.program.device is not None:
+            microbatches = moved(microbatches, self.program.device)
         # Arguments passed whole are split once. Micro-batches of one shape share a program.
         whole, arrays_whole = split((leading, kwargs))
         add = self._add if is_tracing() else self.add
         folded: Folded | None = None
         chunks = []
         for item in microbatches:
-            if device is not None:
-                item = _moved(item, device)  # the copy runs while the last step does
             item = varying(item, replicas)
             if folded is None:
                 spread = sharding.spread_of((*leading, *item))
@@ -524,7 +522,7 @@ class _Stream:
                 "the stream is empty: there is no micro-batch to fold, and so no structure to "
                 "return. Check the loader, or that a generator was not used up before."
             )
-        if self.program.observers is None and self.program.totals is None:
+        if self.program.observers is None and not self.program.epilogues:
             kwargs = {}  # not needed by finish
         return self.finish((bound.outputs, replicas), folded, chunks, kwargs)
 
@@ -580,9 +578,18 @@ class Bound:
     outputs: Outputs
 
 
-def _moved(tree: Tree, device: jax.Device | jax.sharding.Sharding) -> Tree:
-    static, arrays = partition(tree)
-    return static.tree([jax.device_put(array, device) for array in arrays])
+def moved(items: Iterator[Args], device: object) -> Iterator[Args]:
+    """The items with their arrays on a device, or in a sharding. A copy runs while the last step
+    does.
+    """
+    to = arrays.device(device)
+
+    def put(item: Args) -> Args:
+        static, leaves = partition(item)
+        placed: Args = static.tree([jax.device_put(leaf, to) for leaf in leaves])
+        return placed
+
+    return map(put, items)  # a generator's frame would keep a reference to its last item
 
 
 # -- the rest of the protocol

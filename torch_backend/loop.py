@@ -34,7 +34,7 @@ from torch_backend.engine.plan import Plan, Plans, call_key
 from torch_backend.engine.window import Window
 from torch_backend.modules.checks import check_not_wrapped, modules_in
 from torch_backend.modules.layers import Walk
-from torch_backend.prefetch import moved
+from torch_backend.prefetch import moved as moved
 from torch_backend.reduce import reductions_of
 from torch_backend.reduce.agreement import progress_of
 from torch_backend.reduce.telling import telling as telling_windows
@@ -52,8 +52,8 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
         if source.gradient is not None:
             key = call_key(source.params, flat, tuple(kwargs))
             plan = plans.get(key) if isinstance(plans, Plans) else None
-        if job.totals is not None:
-            kwargs = job.totals.counted(job, backend, args, kwargs)
+        if job.prologue is not None:
+            kwargs = begin(job, backend, args, kwargs)
         if plan is not None and plan.parts is not None:
             cuts, devices = plan.cuts, plan.devices
             known = zip(plan.parts, args, flat, strict=True)
@@ -76,13 +76,22 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
             arguments, kwargs = window.prepared(arguments, kwargs)
             result = run_window(window, arguments, kwargs, cuts, devices, weights)
         if cuts and key is not None and window.plan is not plan:
-            new = window.plan.with_cuts(arguments, flat, cuts, devices)
+            new = window.plan.with_cuts(arguments, cuts, devices)
             program.memory.keep(Plans).put(key, new)
         if job.observers is None:
             return result
         return job.observers.observed(job, result, kwargs, None if cuts else arguments)
 
     return fold if "torch._dynamo" not in sys.modules else _not_traced(fold, program)
+
+
+def begin(
+    program: Program, backend: Backend, args: tuple[Tree, ...], kwargs: dict[str, Tree]
+) -> dict[str, Tree]:
+    """The keyword arguments of grad_fn, once the prologue of the program has run."""
+    fold = lambda program, args: accumulate(program, backend)(args, {})
+    named: dict[str, Tree] = program.prologue(program, backend, fold, args, kwargs)
+    return named
 
 
 def run_window(
@@ -124,22 +133,17 @@ def stream(program: Program, backend: Backend) -> Callable[..., Any]:
         source, plans, state = Source(program, backend), program.memory.keep(Plans), list[Any]()
         job, flat = source.program, [*map(trees.flatten, leading)]
         if job.device is not None:
-            device = torch.device(job.device)
-            items = moved(_with_weights(job, backend, leading, items), device)
-            if job.totals is not None:
-                ((totals,),) = moved(iter([(kwargs["totals"],)]), device)
-                kwargs = {**kwargs, "totals": totals}
+            # Weighed on the host, so that nothing waits for a copy. A map keeps no item alive.
+            weigh = partial(_weigh, job, backend, leading)
+            items = moved(map(weigh, items), job.device)
         window: Any = None
         plan, key, nothing = None, None, None
         with ExitStack() as stack:
             for item, last in _marked(items, source.wrapped is not None):
-                known = item[-1] if job.device is not None else None
-                item = item if job.device is None else item[:-1]
-                arguments = job.read((*leading, *item), backend)
+                *item, weight = item if job.device is not None else (*item, None)
+                arguments = _read(job, (*leading, *item), backend)
                 # The arguments hold the item. Without references one micro-batch lives at a time.
                 del item
-                if job.weight is None:
-                    _check_not_packed(arguments)
                 if window is None:
                     state = [_owned(leaf) for leaf in arguments.state]
                     if source.gradient is not None:
@@ -147,7 +151,7 @@ def stream(program: Program, backend: Backend) -> Callable[..., Any]:
                         plan = plans.get(key)
                     window = stack.enter_context(source.window(arguments, plan))
                 arguments, kwargs = window.prepared(arguments, kwargs)
-                args, weight = arguments.cut(0, None, state), known
+                args = arguments.cut(0, None, state)
                 if weight is None:
                     (weight,) = on_host([job.weigh(arguments, args, None)])
                 with window.passes():
@@ -192,22 +196,13 @@ def _without_items(program: Program, backend: Backend, leading: tuple[Tree, ...]
     return program.read((*leading, *[None] * (count - len(leading))), backend)
 
 
-def _with_weights(
-    program: Program, backend: Backend, leading: tuple[Tree, ...], items: Iterator[tuple[Tree, ...]]
-) -> Iterator[tuple[Tree, ...]]:
-    """The items, each with its weight behind it: a batch of the host is weighed before it is
-    copied to a device, so that nothing waits for that.
-    """
-    for item in items:
-        arguments = program.read((*leading, *item), backend)
-        if program.weight is None:
-            _check_not_packed(arguments)
-        args = arguments.cut(0, None, [_owned(leaf) for leaf in arguments.state])
-        (weight,) = on_host([program.weigh(arguments, args, None)])
-        holder = [(*item, weight)]
-        # No reference stays in this frame, so the consumer alone decides how long the item lives.
-        del item, arguments, args
-        yield holder.pop()
+def _weigh(
+    program: Program, backend: Backend, leading: tuple[Tree, ...], item: tuple[Tree, ...]
+) -> tuple[Tree, ...]:
+    """A micro-batch of a stream, with its weight behind it."""
+    arguments = _read(program, (*leading, *item), backend)
+    args = arguments.cut(0, None, [_owned(leaf) for leaf in arguments.state])
+    return *item, *on_host([program.weigh(arguments, args, None)])
 
 
 _HAS_PROCESSES = dist.is_available()
@@ -312,8 +307,7 @@ def cut(
     """(the arguments; the first row of each micro-batch, and its rows; over how many devices rows
     are cut at once, by which both are divided).
     """
-    arguments = program.read(args, backend)
-    _check_not_packed(arguments)
+    arguments = _read(program, args, backend)
     # A micro-batch of a DTensor takes equally many rows of each device, so that no row travels.
     devices = 1
     if any(is_dtensor(leaf) for part in arguments.parts for leaf in part.leaves):
@@ -396,9 +390,13 @@ def _copied_rows(array: torch.Tensor, axis: int, start: int, size: int) -> torch
     return arrays.slice(array, axis, start, size).clone()
 
 
-def _check_not_packed(arguments: Arguments) -> None:
-    """Raises FuncgaError for a PackedSequence that is to be cut, or whose rows are counted."""
-    for part in arguments.parts:
+def _read(program: Program, args: tuple[Tree, ...], backend: Backend) -> Arguments:
+    """The arguments of a call. Raises FuncgaError for a PackedSequence that is to be cut, or whose
+    rows are to be counted.
+    """
+    arguments = program.read(args, backend)
+    is_cut = program.n is not None or program.microbatch_size is not None
+    for part in arguments.parts if is_cut or program.weight is None else ():
         nodes = []
         if part.axes:
             nodes = trees.flatten(part.value, lambda node: isinstance(node, PackedSequence))[0]
@@ -410,6 +408,7 @@ def _check_not_packed(arguments: Arguments) -> None:
                 "lengths, batch_first=True, enforce_sorted=False). Or stream micro-batches that "
                 "are packed: stream(grad_fn, weight=lambda packed, y: len(y))."
             )
+    return arguments
 
 
 def _not_traced(fold: Callable[..., Any], program: Program) -> Callable[..., Any]:
@@ -451,8 +450,8 @@ def telling(programs: Sequence[Program], backend: Backend) -> AbstractContextMan
     program = programs[0]
     if not (isinstance(program.grad_fn, ModuleGradient) or are_processes(program.across)):
         return None
-    if program.totals is not None:
-        programs = [program.totals.counting(program, backend), *programs]
+    if program.prologue is not None:
+        programs = [program.prologue.program(program, backend), *programs]
     context: AbstractContextManager[object] = untraced(telling_windows)(
         [(progress_of(each.memory), partial(_given_up, each, backend)) for each in programs]
     )

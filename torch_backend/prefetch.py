@@ -4,6 +4,7 @@ computed with.
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 
@@ -20,13 +21,14 @@ def _stream(device: torch.device) -> torch.Stream | None:
     return torch.Stream(device)
 
 
-def moved(items: Iterator[tuple[Tree, ...]], device: torch.device) -> Iterator[tuple[Tree, ...]]:
-    """The items with their tensors on the device. Each is copied while the one before it is
+def moved(items: Iterator[tuple[Tree, ...]], device: Any) -> Iterator[tuple[Tree, ...]]:
+    """The items with their tensors on a device. Each is copied while the one before it is
     computed with.
 
     Where the device has streams, a second one copies while kernels for the last item still run.
     From pinned memory the host does not wait for the copy either.
     """
+    device = torch.device(device)
     copies = _stream(device)
 
     def begin() -> tuple[Tree, ...] | None:

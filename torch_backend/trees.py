@@ -11,6 +11,7 @@ import torch
 
 from funcga._backend.containers import Mapped, container_children, is_container, rebuilt
 from funcga._types import Structure, Tree
+from torch_backend import arrays
 from torch_backend._private import pytree
 
 pytree.register_pytree_node(
@@ -96,3 +97,36 @@ def children(tree: Tree) -> list[tuple[str, Tree]] | None:
     if [path for path, _ in pairs] == [()]:  # a leaf
         return container_children(tree)
     return [(str(path[0]), child) for path, child in pairs]
+
+
+# --- Graphs
+
+
+def detached(tree: Tree, recorded: bool = False) -> Tree:
+    """The tree without the graphs of its tensors.
+
+    `recorded`: autograd will record them, outside of every transform. Tensors made in inference
+    mode are copied then.
+    """
+    leaves, structure = flatten(tree)
+    without = detached_leaves(leaves, recorded)
+    return tree if without is leaves else unflatten(structure, without)
+
+
+def detached_leaves(leaves: list[Any], recorded: bool = False) -> list[Any]:
+    """The same of leaves; these themselves, if none has a graph."""
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    if not any(leaf.requires_grad or (recorded and leaf.is_inference()) for leaf in tensors):
+        return leaves
+    if not recorded and arrays.in_transform():
+        return leaves
+    return [_without_graph(leaf, recorded) for leaf in leaves]
+
+
+def _without_graph(leaf: Any, recorded: bool) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    if recorded and leaf.is_inference():
+        with torch.inference_mode(False):
+            return leaf.clone()
+    return leaf.detach() if leaf.requires_grad else leaf

@@ -12,11 +12,10 @@ from funcga import normalizers, reducers
 from funcga._backend import Backend
 from funcga._backend.dispatch import backend_of, load_imported
 from funcga._call.arguments import Arguments, argument_names, read_arguments
-from funcga._call.supported import ANY, MODULE, check_supported
+from funcga._call.supported import MODULE
 from funcga._fold import check_weight
 from funcga._fold.outputs import Outputs, bind_outputs
 from funcga._replicas import Step, step_of
-from funcga._tools import load
 from funcga._types import (
     Across,
     Array,
@@ -99,7 +98,7 @@ class Memory:
     """
 
     step: Step | None = None
-    options: Mapping[str, str] = field(default_factory=dict)
+    options: dict[str, str] = field(default_factory=dict)
     failed: bool = False
     kept: dict[type, object] = field(default_factory=dict)
 
@@ -132,7 +131,10 @@ class Program:
     device: Any = None
     across: Across = None
     memory: Memory = field(default_factory=Memory, repr=False)
-    totals: Any = None  # what the tools of these names have made of the options
+    # Of tools: what a call computes of its batch before its first micro-batch, and makes of its
+    # result after the last.
+    prologue: Any = None
+    epilogues: tuple[Callable[..., Tree], ...] = ()
     observers: Any = None
     dropping: Any = None
     on_each: Any = None  # of a plan: what runs a function on every device of a mesh
@@ -161,6 +163,20 @@ class Program:
             return nullcontext()
         told = (backend.loop.telling((self, *later), backend) for backend in load_imported())
         return next((context for context in told if context is not None), nullcontext())
+
+    def finish(
+        self,
+        backend: Backend,
+        result: Tree,
+        kwargs: dict[str, Tree],
+        arguments: Arguments | None = None,
+    ) -> Tree:
+        """What a call returns, from the result of a finished window. `arguments` are those of the
+        call if no micro-batch has been bound.
+        """
+        for epilogue in self.epilogues:
+            result = epilogue(self, backend, result, kwargs, arguments)
+        return result
 
     def replicas(self, backend: Backend) -> Any:
         """The replicas that `across=` names; None without it. FuncgaError if it names none."""
@@ -264,52 +280,28 @@ def read_program(
     weight: WeightFn | None,
     in_axes: Tree,
     across: Across,
-    totals: TotalsFn | None,
-    observe: Tree = None,
     *,
-    drop: object = None,
-    drop_if: object = None,
     n: int | None = None,
     microbatch_size: int | None = None,
     device: object = None,
-    searches: bool = False,
 ) -> Program:
-    """The Program of these options; `searches`: n is searched for. Raises FuncgaError if grad_fn
-    or weight cannot be called, or for an unsupported combination.
-    """
+    """The Program of these options. Raises FuncgaError if grad_fn or weight cannot be called."""
     check_callable(grad_fn, "grad_fn", "funcga.value_and_grad(loss_fn)")
     if weight is not None:
         check_callable(weight, "weight", 'lambda batch: (batch["labels"] != -100).sum()')
-    features = {
-        "across=": across is not None,
-        'n="auto"': searches,
-        "totals=": totals is not None,
-        "observe=": observe is not None,
-        "drop=": drop is not None,
-        f'drop="{drop}"': drop is not None,
-        "drop_if=": drop_if is not None,
-        "scaled=True": getattr(grad_fn, "scaled", False),
-        # In Replicas a tree of ints; a torch process group has a method of this name.
-        "scatter=": isinstance(getattr(across, "scatter", None), int | tuple | list | dict),
-    }
     owner = owner_of(grad_fn)
-    used = [feature for feature, is_used in features.items() if is_used]
-    if used:
-        check_supported(used, ANY if owner is None else owner.kind)
     if in_axes is None:
         in_axes = _default_in_axes(grad_fn)
-    dropping = observers = counted = None
-    if (drop, drop_if) != (None, None):
-        part = getattr(grad_fn, "without_aux", lambda output: output)
-        dropping = load("dropping", "drop=").DroppingStep(drop, drop_if, part)
-    if observe is not None:
-        observers = load("observe.readings", "observe=").Observers(observe, grad_fn)
-    if totals is not None:
-        counted = load("totals", "totals=").Totals(totals, across is not None)
     # Imported now, as torch.compile may trace the first call.
     load_imported()
+<<<<<<< HEAD
     step = None if across is None else step_of(grad_fn)
     memory = Memory(step, options_of(observers, drop, drop_if, totals, owner))
+=======
+    is_told = across is not None or (owner is not None and owner.kind != MODULE)
+    step = None if across is None else step_of(grad_fn)
+    memory = Memory(step, {} if owner is None else {**owner.options})
+>>>>>>> main
     return Program(
         grad_fn,
         fold,
@@ -320,28 +312,15 @@ def read_program(
         device,
         across,
         memory,
+<<<<<<< HEAD
         totals=counted,
         observers=observers,
         dropping=dropping,
+=======
+        is_exact=_is_exact(fold),
+        is_told=is_told,
+>>>>>>> main
     )
-
-
-def options_of(
-    observers: Any,
-    drop: object,
-    drop_if: object,
-    totals: object = None,
-    owner: OwningGradient | None = None,
-) -> dict[str, str]:
-    """What replicas have to be given alike: with other options they send other messages."""
-    observed = [] if observers is None else [each.fold.name for each in observers.all]
-    own = {} if owner is None else owner.options
-    return own | {
-        "observe=": ", ".join(f"an Observer of ({name})" for name in observed) or "None",
-        "drop=": repr(drop),
-        "drop_if=": "None" if drop_if is None else "given",
-        "totals=": "None" if totals is None else "given",
-    }
 
 
 def _is_exact(folds: Tree) -> bool:

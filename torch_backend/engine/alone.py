@@ -3,21 +3,19 @@ divided, whose aux may be anything, and where each dtype is the leaf's own.
 """
 
 import operator
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from funcga._backend import Backend
-from funcga._call import Program
 from funcga._call.arguments import Argument, Arguments
 from funcga._grad import GradientFunction, evaluations
 from funcga._types import GradFn, Tree
 from torch_backend import arrays, trees
+from torch_backend.dtensor import without_partials
 from torch_backend.engine import bound
-from torch_backend.engine.distributed import window_of
 from torch_backend.engine.guards import unchanged
-from torch_backend.engine.leaves import Own, any_requires_grad, detached
+from torch_backend.engine.leaves import Own, any_requires_grad
 from torch_backend.engine.plan import Plan, Plans, call_key
 from torch_backend.engine.window import Window
 
@@ -44,73 +42,56 @@ def value_of(
     key = call_key(None if own is None else own.params, flat, tuple(kwargs))
     plans = gradient.memory.keep(Plans)
     plan: Plan | None = plans.get(key)
-    arguments = uncut(args, gradient, backend)
-    with Window(None, gradient, backend, arguments, plan, own) as window:
-        arguments, kwargs = window.prepared(arguments, kwargs)
-        loss, aux = _run(window, tuple([part.value for part in arguments.parts]), kwargs)
-        window.check()
-        grads = iter(_own_grads(window.inputs))
-        in_order = [
-            trees.unflatten(structure, [None if leaf is None else next(grads) for leaf in leaves])
-            for leaves, structure in map(trees.flatten, window.leaves.trees.values())
-        ]
-    if plan is None:
-        plans.put(key, window.plan)
-    return gradient.compose(loss.detach().clone(), detached(aux, True), in_order)
-
-
-def value_of_module(
-    program: Program,
-    gradient: GradientFunction,
-    backend: Backend,
-    own: Own,
-    args: tuple[Tree, ...],
-    kwargs: dict[str, Tree],
-) -> Tree:
-    """What the gradient function of a module returns: the fold of one micro-batch."""
-    key = call_key(own.params, [*map(trees.flatten, args)], tuple(kwargs))
-    plans = program.memory.keep(Plans)
-    plan: Plan | None = plans.get(key)
-    arguments = uncut(args, program.grad_fn, backend)
-    with window_of(program, gradient, backend, arguments, plan, own) as window:
-        arguments, kwargs = window.prepared(arguments, kwargs)
+    with Alone(None, gradient, backend, uncut(args, gradient, backend), plan, own) as window:
+        arguments, kwargs = window.prepared(window.arguments, kwargs)
         with window.passes():
             window.fold(tuple([part.value for part in arguments.parts]), kwargs, 1)
         result = window.result()
-    if window.plan is not plan:
+    if plan is None:
         plans.put(key, window.plan)
     return result
+
+
+class Alone(Window):
+    """The window of a gradient that is computed alone."""
+
+    value: tuple[torch.Tensor, Tree]  # the loss and its aux; set by `fold`
+
+    def fold(
+        self, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: float, last: bool = False
+    ) -> None:
+        """Computes the loss, and leaves its gradients in the `.grad`s of the leaves."""
+        gradient, before = self.gradient, evaluations()
+        scale, kwargs = gradient.read_scale(kwargs, self.backend)
+        loss, aux, objective = self.forward(args, kwargs, scale)
+        if any(leaf.grad is not None for leaf in self.inputs):
+            raise unchanged.grads_changed()
+        if not gradient.reached:
+            is_alone = evaluations() == before
+            self.unreached = bound.is_unreached(self, objective, (), 1.0, is_alone)
+        self.backward(objective, 1.0, ())
+        self.value = loss.detach().clone(), trees.detached(aux, True)
+
+    def result(self) -> Tree:
+        """The value and the gradients, in memory of their own; zeros where none has come."""
+        self.check()
+        grads: list[Any] = [
+            torch.zeros_like(leaf, requires_grad=False) if grad is None else grad
+            for leaf, grad in zip(self.inputs, map(_GRAD, self.inputs), strict=True)
+        ]
+        if {*map(type, grads)} <= {torch.Tensor} and {*map(_LAYOUT, grads)} <= {torch.strided}:
+            alone = zip(grads, arrays.are_alone(grads), strict=True)
+            grads = [grad if own else grad.clone() for grad, own in alone]
+        else:
+            grads = [*map(without_partials, grads, self.inputs)]
+        each = iter(grads)
+        in_order = [
+            trees.unflatten(structure, [None if leaf is None else next(each) for leaf in leaves])
+            for leaves, structure in map(trees.flatten, self.leaves.trees.values())
+        ]
+        return self.gradient.compose(*self.value, in_order)
 
 
 def uncut(args: tuple[Tree, ...], grad_fn: GradFn, backend: Backend) -> Arguments:
     """The arguments of a call of which none is split."""
     return Arguments(tuple([Argument(arg, [], [], None) for arg in args]), grad_fn, backend)
-
-
-def _run(
-    window: Window, args: tuple[Tree, ...], kwargs: dict[str, Tree]
-) -> tuple[torch.Tensor, Tree]:
-    """(the loss, its aux), with the gradients in the `.grad`s of the leaves."""
-    gradient, before = window.gradient, evaluations()
-    scale, kwargs = gradient.read_scale(kwargs, window.backend)
-    with window.passes(), window.visit as loss_fn:
-        loss, aux, objective = window.forward(loss_fn, args, kwargs, scale)
-        if any(leaf.grad is not None for leaf in window.inputs):
-            raise unchanged.grads_changed()
-        if not gradient.reached:
-            is_alone = evaluations() == before
-            window.unreached = bound.is_unreached(window, objective, (), 1.0, is_alone)
-        window.backward(objective, 1.0, ())
-    return loss, aux
-
-
-def _own_grads(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The gradients that are left in the leaves, in memory of their own; zeros where none is."""
-    grads: list[Any] = [
-        torch.zeros_like(leaf, requires_grad=False) if grad is None else grad
-        for leaf, grad in zip(leaves, map(_GRAD, leaves), strict=True)
-    ]
-    if {*map(type, grads)} <= {torch.Tensor} and {*map(_LAYOUT, grads)} <= {torch.strided}:
-        alone = arrays.are_alone(grads)
-        grads = [grad if own else grad.clone() for grad, own in zip(grads, alone, strict=True)]
-    return grads

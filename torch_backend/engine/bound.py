@@ -15,7 +15,7 @@ from funcga._tools import load
 from funcga._types import Tree
 from torch_backend import graphs, trees
 from torch_backend.dtensor import is_dtensor
-from torch_backend.engine.leaves import check_dense, detached
+from torch_backend.engine.leaves import check_dense
 from torch_backend.gradients import is_constant
 from torch_backend.sums import Folding
 
@@ -42,7 +42,7 @@ def _new_folding(window: Any, loss: torch.Tensor, aux: Tree) -> Folding:
     program: Any = window.program
     arguments, gradient = window.arguments, window.gradient
     indices, grads = window.plan.indices, trees_of(window)
-    aux = detached(aux, True)
+    aux = trees.detached(aux, True)
     observing: Any = None
     if program.observers is not None:
         observing = load("observe.in_torch", "observe=")

@@ -18,7 +18,6 @@ from funcga._grad import GradientFunction
 from funcga._types import GradFn, Scalar, Tree
 from torch_backend import arrays, trees
 from torch_backend.engine.distributed import adopted, with_a_blank_row
-from torch_backend.engine.leaves import detached, without_graphs
 from torch_backend.modules.checks import check_unfrozen
 from torch_backend.reduce import Reduction
 from torch_backend.sums import Folding, Sums
@@ -87,8 +86,14 @@ class Called:
         for index in () if gradient is None else gradient.arg_indices(len(arguments.parts)):
             assert gradient is not None
             check_unfrozen(arguments.parts[index].value, gradient, index)
-        named = {name: detached(value) for name, value in kwargs.items()}
-        return replace(arguments, parts=tuple(without_graphs(arguments, {}, (), False))), named
+        named = {name: trees.detached(value) for name, value in kwargs.items()}
+        parts = [
+            part._replace(leaves=trees.detached_leaves(part.leaves))
+            if part.axes
+            else part._replace(value=trees.detached(part.value))
+            for part in arguments.parts
+        ]
+        return replace(arguments, parts=tuple(parts)), named
 
     @property
     def state(self) -> list[Any]:

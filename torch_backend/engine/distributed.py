@@ -6,7 +6,6 @@ and each is reduced once, at the end of the window.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Self
 
@@ -16,10 +15,10 @@ import torch.distributed as dist
 from funcga._call import Program
 from funcga._call.arguments import Arguments
 from funcga._fold.outputs import Outputs
-from funcga._types import Scalar, Tree
+from funcga._types import Tree
 from torch_backend import arrays, trees
 from torch_backend.engine import bound
-from torch_backend.engine.leaves import OWN, detached
+from torch_backend.engine.leaves import OWN
 from torch_backend.engine.window import Window
 from torch_backend.reduce import Reduction
 from torch_backend.replicas import Listener
@@ -37,10 +36,6 @@ class Distributed(Window):
         if self.merge is not None:
             self.push(self.merge)
         return super().__enter__()
-
-    def passes(self, weights: Sequence[Scalar] = ()) -> AbstractContextManager[object]:
-        """The context of micro-batches; the weight of other replicas is not known yet."""
-        return super().passes()
 
     @property
     def communicates(self) -> bool:
@@ -63,7 +58,7 @@ class Distributed(Window):
             # Collectives of the loss add cotangents of several replicas, which have to be in one
             # unit.
             sums.unit, sums.unit_is_fixed = 1.0, True
-        like = self.gradient.compose(loss, detached(aux, True), bound.trees_of(self))
+        like = self.gradient.compose(loss, trees.detached(aux, True), bound.trees_of(self))
         self.merge.propose(sums, trees.flatten(like)[0])
         return sums
 

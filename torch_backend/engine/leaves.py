@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from funcga._backend.prefixes import leaf_paths
-from funcga._call.arguments import Argument, Arguments, argument_names
+from funcga._call.arguments import argument_names
 from funcga._grad import GradientFunction
 from funcga._types import Tree
 from funcga.errors import FuncgaError
@@ -62,53 +62,6 @@ def check_dense(tree: Tree, index: int, gradient: GradientFunction) -> None:
                 "be. Let the values be the parameter, and make the sparse tensor of them in "
                 "loss_fn: torch.sparse_coo_tensor(indices, values, shape)."
             )
-
-
-def detached(tree: Tree, recorded: bool = False) -> Tree:
-    """The tree without the graphs of its tensors.
-
-    `recorded`: autograd will record them, outside of every transform. Tensors made in inference
-    mode are copied then.
-    """
-    leaves, structure = trees.flatten(tree)
-    without = detached_leaves(leaves, recorded)
-    return tree if without is leaves else trees.unflatten(structure, without)
-
-
-def detached_leaves(leaves: list[Any], recorded: bool = False) -> list[Any]:
-    """The same of leaves; these themselves, if none has a graph."""
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    if not any(leaf.requires_grad or (recorded and leaf.is_inference()) for leaf in tensors):
-        return leaves
-    if not recorded and arrays.in_transform():
-        return leaves
-    return [_without_graph(leaf, recorded) for leaf in leaves]
-
-
-def _without_graph(leaf: Any, recorded: bool) -> Any:
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    if recorded and leaf.is_inference():
-        with torch.inference_mode(False):
-            return leaf.clone()
-    return leaf.detach() if leaf.requires_grad else leaf
-
-
-def without_graphs(
-    arguments: Arguments, instead: dict[int, Tree], moving: Sequence[int], recorded: bool
-) -> list[Argument]:
-    """The arguments without graphs, but for `moving` ones; `instead` have leaves already."""
-    parts = []
-    for index, part in enumerate(arguments.parts):
-        if index in instead:
-            parts.append(part._replace(value=instead[index]))
-        elif index in moving:
-            parts.append(part)
-        elif part.axes:
-            parts.append(part._replace(leaves=detached_leaves(part.leaves, recorded)))
-        else:
-            parts.append(part._replace(value=detached(part.value, recorded)))
-    return parts
 
 
 def any_requires_grad(leaves: Iterable[Any]) -> bool:

@@ -36,9 +36,8 @@ class Plan:
     whether the cotangent of a pass may be a weight, outside of autocast. `run`: the tool that runs
     a backward pass, if not autograd alone. `seen`: what modules had in forward passes; None where
     that is not noted. `parts` and `cuts` say how the arguments are split, without the arguments,
-    over rows of so many `devices` at once. `is_bare`: whether the other arguments have no graphs.
-    `folding`: what becomes of the output, decided with the first loss, for losses of the
-    `loss_dtype`; this is None where other losses may be folded otherwise.
+    over rows of so many `devices` at once. `folding`: what becomes of the output, decided with the
+    first loss, for losses of the `loss_dtype`; this is None where others may be folded otherwise.
     """
 
     indices: tuple[int, ...] = ()
@@ -54,29 +53,19 @@ class Plan:
     parts: tuple[Argument, ...] | None = None
     cuts: Sequence[tuple[int, int]] = ()
     devices: int = 1
-    is_bare: bool = False
     folding: Folding | None = None
     loss_dtype: torch.dtype | None = None
     seen: recompute.Seen | None = None
 
     def with_cuts(
-        self,
-        arguments: Arguments,
-        flat: Sequence[tuple[list[Any], Any]],
-        cuts: Sequence[tuple[int, int]],
-        devices: int,
+        self, arguments: Arguments, cuts: Sequence[tuple[int, int]], devices: int
     ) -> "Plan":
         """The plan that knows how arguments like these are cut; where state is threaded, each call
         is read anew.
         """
-        others = [leaves for index, (leaves, _) in enumerate(flat) if index not in self.indices]
-        tensors = [leaf for each in others for leaf in each if isinstance(leaf, torch.Tensor)]
-        is_bare = not any(leaf.requires_grad or leaf.is_inference() for leaf in tensors)
         bare = [part._replace(value=None, leaves=[]) for part in arguments.parts]
         parts = None if arguments.state else tuple(bare)
-        return replace(
-            self, parts=parts, cuts=cuts, devices=devices, is_bare=is_bare and not self.moving
-        )
+        return replace(self, parts=parts, cuts=cuts, devices=devices)
 
 
 class Plans(dict[Any, Plan]):

@@ -13,18 +13,17 @@ What only a first call does stands in other files: plan and bound.
 
 import operator
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, Self
 
 import torch
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 from funcga._backend import Backend
 from funcga._call import Program
-from funcga._call.arguments import Arguments
+from funcga._call.arguments import Argument, Arguments
 from funcga._grad import GradientFunction, evaluations, scaled_loss
 from funcga._types import Scalar, Tree
 from torch_backend import _private, arrays, graphs, trees
@@ -38,8 +37,6 @@ from torch_backend.engine.leaves import (
     Leaves,
     Own,
     copied_leaves,
-    detached,
-    without_graphs,
 )
 from torch_backend.engine.plan import Plan, checked_whole, outside_of_autocast, plan_of
 from torch_backend.gradients import put_hooks, switched_off
@@ -62,6 +59,7 @@ class Window(ExitStack):
     """
 
     visits: Visit | None = None  # the visit of a pure_loss to its module
+    loss_fn: Callable[..., Any]  # as it is called; set on entering, and by `passes`
     noted: Callable[[], AbstractContextManager[object]] = nullcontext  # of a forward pass
     outside: Callable[[], AbstractContextManager[object]] = nullcontext  # of a backward pass
 
@@ -108,30 +106,46 @@ class Window(ExitStack):
 
     def __enter__(self) -> Self:
         """Makes the leaves, and begins what lasts as long as the window."""
-        program, gradient, own, known = self.program, self.gradient, self.own, self.plan
-        parts = self.arguments.parts
+        gradient, own, known, parts = self.gradient, self.own, self.plan, self.arguments.parts
         with ExitStack() as stack:
-            # Code of the user's runs between micro-batches of a stream, and may change the mode.
-            is_stream = program is not None and not (program.n or program.microbatch_size)
-            if not is_stream:
-                stack.enter_context(recording())
             with recording():
                 whole = known.whole if known else checked_whole(parts, gradient, own)
-                if own is not None:
-                    inputs: list[torch.Tensor] = [*own.params.values()]
-                    leaves = Leaves({OWN: own.params}, inputs, [*inputs])
-                else:
-                    leaves = self.leaves_of({index: parts[index].value for index in whole})
-                if known is None or known.hooked:
-                    put_hooks(leaves.originals, leaves.inputs)
-            self.leaves, self.inputs = leaves, leaves.inputs
-            self.plan = known or plan_of(gradient, parts, leaves, own)
-            self._open(stack, known is None, is_stream)
+                leaves = self.leaves_of({index: parts[index].value for index in whole})
+            self.leaves, inputs = leaves, leaves.inputs
+            plan = self.plan = known or plan_of(gradient, parts, leaves, own)
+            if plan.hooked:
+                put_hooks(leaves.originals, inputs)
+            self.inputs, self.loss_fn = inputs, gradient.loss_fn
+            if own is not None:
+                walked: Any = own.walk.trained  # that walk has just found the parameters
+                stack.enter_context(gradients_aside(inputs, walked[0].ids))
+                self.loss_fn = partial(call_loss, gradient.loss_fn, own.module)
+            elif isinstance(gradient.loss_fn, PureLoss) and 0 not in plan.moving:
+                named: Any = leaves.trees.get(0, parts[0].value)
+                self.visits = gradient.loss_fn.entered(named, recorded=True)
+            if plan.watches:
+                stack.enter_context(grads_watched(leaves.originals))
+            if plan.autocast:
+                self.outside = outside_of_autocast(plan.autocast, stack)
+            # A module that has its parameters in the backward pass, too, may run other layers in it
+            # than in the first call, and other frozen parameters may be in these.
+            keeps_parameters, seen = own is not None or self.visits is not None, plan.seen
+            if seen is not None and (known is None or EVERY):
+                self.noted = partial(recompute.noted, seen, inputs)
+            elif keeps_parameters:
+                seen = None
+            self.watch = recompute.Watch(seen, inputs, plan.on_host, keeps_parameters)
+            self.versions = [*map(_private.version, inputs)]
             self.push(stack.pop_all())
         return self
 
     def leaves_of(self, arguments: dict[int, Tree]) -> Leaves:
-        """Leaves of these arguments, which share their memory; None stays None."""
+        """Leaves of these arguments, which share their memory; None stays None. A module's own
+        parameters are leaves themselves.
+        """
+        if self.own is not None:
+            params: list[torch.Tensor] = [*self.own.params.values()]
+            return Leaves({OWN: self.own.params}, params, [*params])
         found = Leaves({}, [], [])
         for index, tree in arguments.items():
             originals, structure = trees.flatten(tree)
@@ -148,61 +162,42 @@ class Window(ExitStack):
             found.originals.extend(present)
         return found
 
-    def _open(self, stack: ExitStack, is_new: bool, is_stream: bool) -> None:
-        """Enters what lasts until the window ends, when the stack is closed."""
-        plan, own, loss, inputs = self.plan, self.own, self.gradient.loss_fn, self.inputs
-        self.visit: AbstractContextManager[Any] = nullcontext(loss)
-        if own is not None:
-            parts: Any = own.walk.trained  # that walk has just found the parameters
-            stack.enter_context(gradients_aside(inputs, parts[0].ids))
-            self.visit = nullcontext(partial(call_loss, loss, own.module))
-        elif isinstance(loss, PureLoss) and 0 not in plan.moving:
-            params = self.leaves.trees.get(0, self.arguments.parts[0].value)
-            self.visit = self.visits = loss.entered(params, recorded=True)
-            if not (is_stream or loss.buffers):
-                self.visit = nullcontext(stack.enter_context(self.visits))
-        if plan.watches:
-            stack.enter_context(grads_watched(self.leaves.originals))
-        if plan.autocast:
-            self.outside = outside_of_autocast(plan.autocast, stack)
-        # A module that has its parameters in the backward pass, too, may run other layers in it
-        # than in the first call, and other frozen parameters may be in these.
-        keeps_parameters = own is not None or self.visits is not None
-        seen = plan.seen
-        if seen is not None and (is_new or EVERY):
-            self.noted = partial(recompute.noted, seen, inputs)
-        elif keeps_parameters:
-            seen = None
-        self.watch = recompute.Watch(seen, inputs, plan.on_host, keeps_parameters)
-        self.versions = [*map(_private.version, inputs)]
-
     def prepared(
         self, arguments: Arguments, kwargs: dict[str, Tree]
     ) -> tuple[Arguments, dict[str, Tree]]:
         """The arguments as the loss is given them: with leaves, and all others without graphs."""
-        self.arguments, of_leaves = arguments, self.leaves.trees
-        if self.plan.is_bare:
-            parts = [
-                part._replace(value=of_leaves[index]) if index in of_leaves else part
-                for index, part in enumerate(arguments.parts)
-            ]
-        else:
-            parts = without_graphs(arguments, of_leaves, self.plan.moving, True)
+        self.arguments = arguments
+        of_leaves, parts = self.leaves.trees, list[Argument]()
+        for index, part in enumerate(arguments.parts):
+            if index in of_leaves:
+                part = part._replace(value=of_leaves[index])
+            elif part.axes:
+                part = part._replace(leaves=trees.detached_leaves(part.leaves, True))
+            else:
+                part = part._replace(value=trees.detached(part.value, True))
+            parts.append(part)
         if kwargs:
-            kwargs = {name: detached(value, True) for name, value in kwargs.items()}
+            kwargs = {name: trees.detached(value, True) for name, value in kwargs.items()}
         return replace(arguments, parts=tuple(parts)), kwargs
 
     # --- a micro-batch
 
-    def passes(self, weights: Sequence[Scalar] = ()) -> AbstractContextManager[object]:
-        """The context of micro-batches: of all those of a batch, or of each of a stream alone,
-        as code of the user's runs between these. `weights`: of all, where they are known.
+    @contextmanager
+    def passes(self, weights: Sequence[Scalar] = ()) -> Iterator[None]:
+        """A context of micro-batches: of all those of a batch, or of each of a stream alone, as
+        code of the user's runs between these. `weights`: of all, where they are known.
         """
-        n = len(weights)
+        # Where replicas are merged, the weight of others is not known yet.
+        n = 0 if self.may_communicate else len(weights)
         is_even = n > 0 and weights[0] and weights.count(weights[0]) == n
         if is_even and n & (n - 1) == 0 and n <= 2**14:  # 1 / n is exact, in float16 as well
             self.even = float(sum(weights)), 1 / n
-        return recording_loss()
+        with recording_loss():
+            if self.visits is None:
+                yield
+            else:
+                with self.visits as self.loss_fn:
+                    yield
 
     def fold(
         self, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: float, last: bool = False
@@ -211,32 +206,31 @@ class Window(ExitStack):
         moving, scale = list[torch.Tensor](), None
         if kwargs or self.gradient.scaled:
             scale, kwargs = self.gradient.read_scale(kwargs, self.backend)
-        with self.visit as loss_fn:
-            if self.plan.moving:
-                args, moving = self._with_leaves_of(args)
-            gradients = 0 if self.gradient.reached else evaluations()
-            loss, aux, objective = self.forward(loss_fn, args, kwargs, scale)
-            if self.sums is None:
-                self.sums = self._bind(loss.detach(), aux, moving)
-            sums, folding = self.sums, self.sums.folding
-            # Nothing was added since the last pass, unless loss_fn itself has called .backward().
-            if ON and self._count_writes(moving) != self.writes:
-                raise unchanged.grads_changed()
-            unit = sums.unit
-            share: Any = sums.share(weight) if self.share is None else self.share
-            if sums.unit != unit:  # the sums may have been brought to it, which is a write, too
-                self.writes = self._count_writes()
-            if not self.gradient.reached:
-                is_alone = evaluations() == gradients
-                self.unreached |= bound.is_unreached(self, objective, moving, weight, is_alone)
-            seed = self._add_gradients(objective, weight, share, moving)
-            if folding.loss_alone is not None and loss.dtype is self.plan.loss_dtype:
-                sums.add_loss(loss.detach(), folding.loss_alone, weight, share)
-                return
-            values = self._rest(loss.detach(), aux, moving)
-            if self.observing is not None:
-                values.update(self.observing.measures(values, weight, seed))
-            sums.add(values, weight)
+        if self.plan.moving:
+            args, moving = self._with_leaves_of(args)
+        gradients = 0 if self.gradient.reached else evaluations()
+        loss, aux, objective = self.forward(args, kwargs, scale)
+        if self.sums is None:
+            self.sums = self._bind(loss.detach(), aux, moving)
+        sums, folding = self.sums, self.sums.folding
+        # Nothing was added since the last pass, unless loss_fn itself has called .backward().
+        if ON and self._count_writes(moving) != self.writes:
+            raise unchanged.grads_changed()
+        unit = sums.unit
+        share: Any = sums.share(weight) if self.share is None else self.share
+        if sums.unit != unit:  # the sums may have been brought to it, which is a write, too
+            self.writes = self._count_writes()
+        if not self.gradient.reached:
+            is_alone = evaluations() == gradients
+            self.unreached |= bound.is_unreached(self, objective, moving, weight, is_alone)
+        seed = self._add_gradients(objective, weight, share, moving)
+        if folding.loss_alone is not None and loss.dtype is self.plan.loss_dtype:
+            sums.add_loss(loss.detach(), folding.loss_alone, weight, share)
+            return
+        values = self._rest(loss.detach(), aux, moving)
+        if self.observing is not None:
+            values.update(self.observing.measures(values, weight, seed))
+        sums.add(values, weight)
 
     def _add_gradients(
         self,
@@ -255,7 +249,7 @@ class Window(ExitStack):
         # Autograd adds to the sums if one cotangent is right for all of them: the weight, or 1 for
         # sums without weights. Else the gradients are taken, and each is folded in as it has to be.
         seed = share if folding.are_weighted else 1.0
-        is_lent = folding.lends and (folding.are_alike or share == 1)
+        is_lent = folding.lends and (len(folding.ways) < 2 or share == 1)
         is_lent = is_lent and (seed in (1, self.share) or self._takes(seed, loss.dtype))
         if not is_lent:
             seed, self.begun = float(counts), False
@@ -270,17 +264,13 @@ class Window(ExitStack):
         return seed
 
     def forward(
-        self,
-        loss_fn: Callable[..., Any],
-        args: tuple[Tree, ...],
-        kwargs: dict[str, Tree],
-        scale: Scalar | None,
+        self, args: tuple[Tree, ...], kwargs: dict[str, Tree], scale: Scalar | None
     ) -> tuple[torch.Tensor, Tree, torch.Tensor]:
         """(the loss, its aux, the loss times its scale)."""
         gradient = self.gradient
         with self.noted():
             # A module that is visited has the first argument, its parameters.
-            loss, aux = loss_fn(*args[self.visits is not None :], **kwargs), None
+            loss, aux = self.loss_fn(*args[self.visits is not None :], **kwargs), None
         # The usual output is a plain scalar. Anything else is split, and checked.
         is_usual = type(loss) is torch.Tensor and not loss.ndim and loss.dtype.is_floating_point
         if gradient.has_aux or not is_usual:
@@ -298,13 +288,12 @@ class Window(ExitStack):
         is_custom = is_walked and graphs.reach(loss, {*map(id, leaves)}).custom
         on_host = plan.on_host and loss.is_cpu
         cotangent = torch.full_like(loss, seed, requires_grad=False)
-        watch, watching = self.watch, list[Any]()
+        watch, hooks, task = self.watch, _private.FORWARD_PRE_HOOKS, None
         try:
             if ON:  # a module that runs in the backward pass has the right parameters
-                watch.custom = is_custom
-                watching.append(register_module_forward_pre_hook(watch.check))
+                watch.custom, hooks[watch] = is_custom, watch.check
                 if not watch.on_host:
-                    watching.append(watch.task_of(loss))
+                    task = watch.task_of(loss)
             with self.outside():
                 if is_custom:
                     around = leaves, self.leaves.originals, self.gradient
@@ -319,8 +308,9 @@ class Window(ExitStack):
             unchanged.explain(error, leaves)
             raise
         finally:
-            for handle in watching:
-                handle.remove()
+            hooks.pop(watch, None)
+            if task is not None:
+                task.remove()
 
     def _count_writes(self, moving: Sequence[torch.Tensor] = ()) -> int:
         """A number that grows with everything that is added to the `.grad`s of the leaves."""
@@ -345,14 +335,16 @@ class Window(ExitStack):
         self.takes_weights = plan.takes_weights and not (plan.autocast or self.hooked)
         is_known = loss.dtype is plan.loss_dtype and type(loss) is torch.Tensor
         sums = Sums(plan.folding if is_known else bound.folding_of(self, loss, aux))
-        if self.even and sums.folding.are_means and self.takes_weights:
+        folding = sums.folding
+        are_means = folding.lends and folding.are_weighted and not folding.normalized
+        if self.even and are_means and self.takes_weights:
             sums.unit, self.share = self.even
         self.held = [None] * len(self.inputs)
-        if sums.folding.wide:
+        if folding.lends and folding.wide:
             # A wider sum begins with zeros: autograd could only begin it in the leaf's dtype.
-            for at, dtype in sums.folding.wide:
+            for at, dtype in folding.wide:
                 total = torch.zeros_like(self.inputs[at], dtype=dtype, requires_grad=False)
-                self.held[at] = sums.of[sums.folding.grads[at]] = total
+                self.held[at] = sums.of[folding.grads[at]] = total
             self._hold(self.held)
             self.writes = self._count_writes()
         return sums
@@ -401,7 +393,7 @@ class Window(ExitStack):
         """What stands beside the gradients that autograd adds, by leaf."""
         assert self.sums is not None
         folding, gradient = self.sums.folding, self.gradient
-        value = gradient.compose(loss, detached(aux, True), [() for _ in self.plan.indices])
+        value = gradient.compose(loss, trees.detached(aux, True), [() for _ in self.plan.indices])
         assert folding.rest_outputs is not None
         beside = folding.rest_outputs.leaves(value, f"micro-batch {self.sums.number}")
         moved = zip(folding.moved, gradients_in(moving), strict=True)

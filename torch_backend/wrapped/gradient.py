@@ -21,7 +21,7 @@ from funcga._types import LossFn, Tree
 from funcga.errors import FuncgaError
 from funcga.folds import mean
 from torch_backend import _private, arrays, trees
-from torch_backend.engine.alone import value_of_module
+from torch_backend.engine.alone import value_of
 from torch_backend.engine.called import calling
 from torch_backend.engine.leaves import Own
 from torch_backend.modules.checks import check_not_wrapped, signature_with
@@ -78,7 +78,7 @@ class ModuleGradient(OwningGradient):
         check_not_wrapped(self.module)
         walk = program.memory.keep(Walk)
         own = Own(self.module, walk.trainable(self.module), walk)
-        return value_of_module(program, self.parts, backend, own, args, kwargs)
+        return value_of(self.parts, backend, args, kwargs, own=own)
 
     def gradient_in(self, value: Tree) -> Tree:
         """The part of a value that is the gradient."""

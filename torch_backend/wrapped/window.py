@@ -154,7 +154,7 @@ class OwnGrads(Window):
             self.plans, self.key = self.program.memory.keep(Plans), call_key(self.params, ())
             self.plan = self.plans.get(self.key) or Plan((OWN,), whole=(OWN,))
             self.leaves = Leaves({OWN: self.params}, self.inputs, self.inputs)
-            self.visit = nullcontext(partial(call_loss, self.gradient.loss_fn, self.module))
+            self.loss_fn = partial(call_loss, self.gradient.loss_fn, self.module)
             devices = autocasting({leaf.device.type for leaf in self.inputs})
             if devices:
                 self.outside = outside_of_autocast(devices, stack)
@@ -171,9 +171,10 @@ class OwnGrads(Window):
 
     # --- what is folded
 
-    def passes(self, weights: Sequence[Scalar] = ()) -> AbstractContextManager[None]:
+    @contextmanager
+    def passes(self, weights: Sequence[Scalar] = ()) -> Iterator[None]:
         """The context of micro-batches: each has its own, as replicas meet between them."""
-        return nullcontext()
+        yield
 
     @property
     def arriving(self) -> Sequence[torch.Tensor]:
@@ -341,8 +342,8 @@ class ModuleWindow(OwnGrads):
         scale, kwargs = self.gradient.read_scale(kwargs, self.backend)
         # A cotangent of 0 times a NaN is NaN, so a micro-batch that weighs nothing is masked.
         masks = nullcontext() if weight else self._masked(weight)
-        with masks, recording_loss(), self.visit as loss_fn:
-            loss, aux, objective = self.forward(loss_fn, args, kwargs, scale)
+        with masks, recording_loss():
+            loss, aux, objective = self.forward(args, kwargs, scale)
             # The first loss tells what becomes of every leaf. The cotangent depends on that.
             self.bind(loss.detach(), aux)
             seed = self._seed(objective, weight)

@@ -13,7 +13,7 @@ is compiled alone, as it was given, and autograd adds its gradients.
 import itertools
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -28,9 +28,8 @@ from funcga._grad import GradientFunction
 from funcga._types import GradFn, LossFn, Scalar, Tree
 from funcga.tools.compiled import private_in_torch
 from torch_backend import _private, arrays, trees
-from torch_backend.arrays import recording, recording_loss
+from torch_backend.arrays import recording
 from torch_backend.engine import bound
-from torch_backend.engine.leaves import detached
 from torch_backend.engine.window import Window
 from torch_backend.modules import PureLoss
 from torch_backend.modules.visits import IN_USE, Visit
@@ -247,9 +246,11 @@ class CompiledWindow(Window):
         self.step, self.weighs = step, program.weight is not None
         self.factors: dict[float, torch.Tensor] = {}  # shares of the weight, as 0-d tensors
 
-    def passes(self, weights: Sequence[Scalar] = ()) -> AbstractContextManager[object]:
+    @contextmanager
+    def passes(self, weights: Sequence[Scalar] = ()) -> Iterator[None]:
         """The context of micro-batches. The first weight is the unit of the totals."""
-        return recording()
+        with recording():
+            yield
 
     def fold(
         self, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: float, last: bool = False
@@ -258,7 +259,7 @@ class CompiledWindow(Window):
         if self.sums is None and self.totals is None:
             self._begin()
         if self.totals is None:
-            with recording_loss():
+            with super().passes():
                 super().fold(args, kwargs, weight)
             return
         loss = self._run(self.totals, args, kwargs, weight)
@@ -266,7 +267,7 @@ class CompiledWindow(Window):
         if loss is None or not (self.gradient.reached or any(map(torch.Tensor.any, self.totals))):
             if self.sums is not None:
                 self.writes = self._count_writes()  # also of what no pass of autograd has added
-            with recording_loss():
+            with super().passes():
                 super().fold(args, kwargs, weight)
             return
         self.gradient.reached.add(True)
@@ -286,7 +287,7 @@ class CompiledWindow(Window):
         loss, visits = self.gradient.loss_fn, self.visits
         if self.step.is_refused or any(against_in_window(self).values()):
             return
-        self.params = {index: detached(tree) for index, tree in self.leaves.trees.items()}
+        self.params = {index: trees.detached(tree) for index, tree in self.leaves.trees.items()}
         self.inside = loss if isinstance(loss, PureLoss) else None
         self.buffers: dict[str, torch.Tensor] = {}
         if visits is not None:
@@ -298,7 +299,7 @@ class CompiledWindow(Window):
         # Until the first loss shows its dtype, one of that of the parameters stands in.
         folding = self.plan.folding or bound.folding_of(self, leaves[0].new_zeros(()), None)
         self.is_weighted = folding.are_weighted
-        if folding.lends and folding.weighs == self.is_weighted:  # all are sums, of one kind
+        if folding.lends and len(folding.ways) < 2:  # all are sums, of one kind
             self.totals = self._zeros(leaves, folding)
 
     def _zeros(self, leaves: list[torch.Tensor], folding: Folding) -> list[torch.Tensor]:

@@ -104,9 +104,9 @@ def coupled(
     gradient = value_and_grad(loss_fn, argnums, has_aux)
     assert isinstance(gradient, GradientFunction)
     count, rows = read_sizes(n, microbatch_size)
-    program = read_program(
-        summary_fn, fold, weight, in_axes, across, totals, n=count, microbatch_size=rows
-    )
+    program = read_program(summary_fn, fold, weight, in_axes, across, n=count, microbatch_size=rows)
+    if totals is not None:
+        program = load("totals", "totals=").counted(program, totals)
     job = Coupled(program, gradient, Memory(None if across is None else step_of(loss_fn)))
 
     @functools.wraps(summary_fn, assigned=("__doc__", "__name__", "__qualname__"), updated=())
@@ -136,7 +136,7 @@ class Coupled:
     @property
     def after(self) -> Program:
         """A program that stands for the second pass, which is counted apart."""
-        return replace(self.program, totals=None, memory=self.memory)
+        return self.first(memory=self.memory)
 
     def passes(self, backend: Backend) -> Callable[..., Any]:
         """f(args, kwargs): the loss and its gradient, of summaries of the micro-batches cut from
@@ -147,7 +147,7 @@ class Coupled:
 
     def first(self, **changes: Any) -> Program:
         """The program of the first pass, which folds the summaries."""
-        return replace(self.program, totals=None, **changes)
+        return replace(self.program, prologue=None, epilogues=(), **changes)
 
     def second(self, grad_fn: Callable[..., Tree], fold: FoldTree, in_axes: Tree) -> Program:
         """The program of the second pass: the fold of `grad_fn` over the micro-batches."""

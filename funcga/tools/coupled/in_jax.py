@@ -11,14 +11,13 @@ from jax import lax
 from funcga._backend import Backend
 from funcga._call import Program
 from funcga._call.arguments import groups
-from funcga._tools import load
 from funcga._types import Scalar, Tree
 from funcga.folds import sum as summed
 from funcga.tools.coupled import Cotangents, Coupled, Summaries
 from jax_backend import arrays, sharding, trees
 from jax_backend.compiled import compiled
 from jax_backend.gradients import depends
-from jax_backend.loop import accumulated, fold_batch, tally_of, totals_of
+from jax_backend.loop import accumulated, begin, fold_batch, tally_of
 from jax_backend.sharding import Spread
 
 
@@ -42,8 +41,8 @@ class _Step:
     def traced(self, spread: Spread, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> Tree:
         """The step, traced."""
         job, backend = self.job, self.backend
-        if job.program.totals is not None:
-            kwargs = dict(**kwargs, totals=totals_of(job.program, backend, spread, args))
+        if job.program.prologue is not None:
+            kwargs = begin(job.program, backend, spread, args, kwargs)
         arguments = job.program.read(args, backend)
         arg_indices = job.arg_indices(arguments)
         params = [args[arg_index] for arg_index in arg_indices]
@@ -94,11 +93,7 @@ class _Step:
         composed = job.gradient.compose(
             loss, aux, [jax.tree.map(jnp.add, *pair) for pair in zip(grads, of_params, strict=True)]
         )
-        totals = job.program.totals
-        if totals is None:
-            return composed
-        marked: Tree = load("totals.in_jax", "totals=").nan_if_overflown(composed, kwargs["totals"])
-        return marked
+        return job.program.finish(backend, composed, kwargs)
 
 
 def _with_indices(in_axes: Tree, count: int) -> Tree:

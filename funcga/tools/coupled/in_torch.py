@@ -29,11 +29,12 @@ from torch_backend.arrays import recording_loss
 from torch_backend.engine.alone import value_of
 from torch_backend.engine.called import Called
 from torch_backend.engine.distributed import with_a_blank_row
-from torch_backend.engine.leaves import Own, any_requires_grad, detached
+from torch_backend.engine.leaves import Own, any_requires_grad
 from torch_backend.engine.plan import Plans, call_key
 from torch_backend.loop import (
     Source,
     accumulate,
+    begin,
     cut,
     run_window,
     untraced,
@@ -63,8 +64,8 @@ def coupled(job: Coupled, backend: Backend) -> Callable[..., Tree]:
     """
 
     def step(args: Args, kwargs: Kwargs) -> Tree:
-        if job.program.totals is not None:
-            kwargs = job.program.totals.counted(job.program, backend, args, kwargs)
+        if job.program.prologue is not None:
+            kwargs = begin(job.program, backend, args, kwargs)
         parameters = _Parameters(job, backend, args)
         # A transform keeps the graphs of all micro-batches anyway.
         if arrays.in_transform() and parameters.own is None:
@@ -132,7 +133,7 @@ class _Parameters:
     def _whole(self, summarise: Callable[..., Tree], args: Args, kwargs: Kwargs) -> Tree:
         """The loss of all micro-batches."""
         job = self.job
-        fold = accumulate(replace(job.program, grad_fn=summarise, totals=None), self.backend)
+        fold = accumulate(job.first(grad_fn=summarise), self.backend)
         summaries = fold(args, kwargs)
         job.check_reached(any_requires_grad(trees.flatten(summaries)[0]))
         params: list[Tree] = [args[arg_index] for arg_index in self.arg_indices]
@@ -322,7 +323,7 @@ class _SecondPass:
         torch.clear_autocast_cache()
         loss, aux, grad_of = _differentiated(first.parameters, params, summaries, variables)
         torch.clear_autocast_cache()
-        self.loss, self.aux = loss.detach(), detached(aux, recorded=True)
+        self.loss, self.aux = loss.detach(), trees.detached(aux, recorded=True)
         self.of_params = [grad_of.get(leaf) for leaf in trees.flatten(params)[0]]
         of_variables = {index: grad_of.pop(leaf, None) for index, leaf in variables.items()}
         if wrapper is not None and wrapper.in_step and grad_of:

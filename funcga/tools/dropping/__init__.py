@@ -1,11 +1,11 @@
 """What is dropped of a window, by a test of its micro-batches: `drop=` and `drop_if=`."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from funcga._backend import Arrays, Backend
-from funcga._call import Memory
+from funcga._call import Memory, Program
 from funcga._fold import LeafFold, as_number
 from funcga._fold.accumulator import Accumulation
 from funcga._fold.outputs import Outputs
@@ -79,6 +79,15 @@ def _as_bool(drop: Scalar, arrays: Arrays) -> bool | Array:
         "bool, or a 0-d array of one. Compare a number, drop_if=lambda output: norm(output) > 100, "
         "and reduce bools by .any()."
     )
+
+
+def dropping(program: Program, drop: str | None, drop_if: DropTest | None) -> Program:
+    """The program that leaves micro-batches out, or a window."""
+    part = getattr(program.grad_fn, "without_aux", lambda output: output)
+    program.memory.options["drop="] = repr(drop)
+    if drop_if is not None:
+        program.memory.options["drop_if="] = "given"
+    return replace(program, dropping=DroppingStep(drop, drop_if, part))
 
 
 class Tested(NamedTuple):

@@ -3,6 +3,7 @@ outputs of one structure.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from funcga import normalizers
@@ -16,6 +17,15 @@ from funcga._types import Array, GradFn, Scalar, Tree
 from funcga.errors import FuncgaError, listed
 from funcga.folds import Fold, FoldTree
 from funcga.tools.observe import COUNTS, Observed, Observer, squared_norm
+
+
+def observed(program: Program, observe: Tree) -> Program:
+    """The program that returns (result, observation)."""
+    observers = Observers(observe, program.grad_fn)
+    if program.is_told:
+        names = [f"an Observer of ({each.fold.name})" for each in observers.all]
+        program.memory.options["observe="] = ", ".join(names)
+    return replace(program, observers=observers)
 
 
 class Observers:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -29,7 +29,6 @@ from funcga.tools.pipelines.schedule_in_torch import Pipeline
 from torch_backend import arrays, trees
 from torch_backend.arrays import recording, recording_loss
 from torch_backend.engine.distributed import with_a_blank_row
-from torch_backend.engine.leaves import detached
 from torch_backend.modules.checks import check_not_wrapped
 from torch_backend.reduce import Reduction, reductions_of
 from torch_backend.reduce.agreement import progress_of
@@ -90,6 +89,11 @@ class PipelineWindow(OwnGrads):
         self.stands_in = all(isinstance(fold, Fold) and fold.reducer.linear for fold in folds)
         self.row: tuple[torch.Tensor, ...] | None = None
         self.first: Arguments | None = None  # those of the first micro-batch
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        self.loss_fn = self.gradient.loss_fn  # it takes what the last stage returns, no module
+        return self
 
     def __exit__(self, *error: Any) -> bool | None:
         if error[0] is not None:
@@ -279,11 +283,10 @@ class LastStage:
         visible = trees.unflatten(structure, leaves)
         args = visible, microbatch.target
         with recording_loss():
-            loss_fn = window.gradient.loss_fn
-            loss, aux, *_ = window.forward(loss_fn, args, microbatch.kwargs, None)
+            loss, aux, *_ = window.forward(args, microbatch.kwargs, None)
         # The loss of the first micro-batch may be computed once more than the others, to learn
         # shapes.
-        self.values[number] = loss.detach(), detached(aux, recorded=True)
+        self.values[number] = loss.detach(), trees.detached(aux, recorded=True)
         window.arguments = window.first
         window.bind(loss.detach(), aux)
         weight = microbatch.weight

@@ -19,6 +19,7 @@ from typing import Any
 from funcga._backend import Backend
 from funcga._backend.dispatch import load_imported
 from funcga._call import Memory, Program, read_program, step_program
+from funcga._tools import load
 from funcga._types import GradFn, TotalsFn, Tree, WeightFn
 from funcga.errors import FuncgaError, check_callable
 from funcga.folds import FoldTree, mean
@@ -202,8 +203,10 @@ def plan(
             "weight=...), ...)."
         )
     program = replace(
-        program or read_program(grad_fn, fold, weight, in_axes, None, totals), on_each=on_each
+        program or read_program(grad_fn, fold, weight, in_axes, None), on_each=on_each
     )
+    if totals is not None:
+        program = load("totals", "totals=").counted(program, totals)
     backend = _backend(program, args, kwargs, state)
     return planned(
         program, backend, args, kwargs, None if memory is None else read_memory(memory), state, job

@@ -234,7 +234,7 @@ def _first(
     grows = arguments.state or any(fold.reducer.monoid.collective is None for fold in folds)
     is_wrapped = _wrapper(program) is not None
     enough = _ENOUGH + 2 * is_wrapped
-    if n is None or n <= enough or grows or program.totals is not None:
+    if n is None or n <= enough or grows or program.prologue is not None:
         return args, n
     sizes = [size for _, size in starts(groups(arguments.rows(), n, None))]
     # The first micro-batches are the larger ones, so that rows for all of these are cut into the

@@ -5,15 +5,16 @@ Counting is a fold like any other: in place of grad_fn it has a function that co
 micro-batch, under sum(). So it splits, merges and streams as the step itself does.
 """
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from funcga import monoids
-from funcga._backend import Arrays, Backend
+from funcga._backend import Backend
 from funcga._call import Memory, Program, owner_of
 from funcga._call.arguments import CARRY, read_arguments
 from funcga._fold import Tally
-from funcga._replicas import step_of
+from funcga._replicas import Step, step_of
 from funcga._types import Array, GradFn, Namespace, Reduced, Scalar, TotalsFn, Tree
 from funcga.errors import FuncgaError, check_callable
 from funcga.folds import Fold, sum
@@ -24,29 +25,84 @@ from funcga.reducers import Reducer
 _LIKE = 'lambda batch: {"tokens": (batch["labels"] != -100).sum(), "rows": len(batch["labels"])}'
 
 
-class Totals:
-    """The function that counts a micro-batch of a step, which is merged over replicas or not.
-
-    Raises FuncgaError if it cannot be called.
+def counted(program: Program, totals: TotalsFn) -> Program:
+    """The program whose grad_fn gets the totals of a window as a keyword argument. Raises
+    FuncgaError if they cannot be called.
     """
+    check_callable(totals, "totals", _LIKE)
+    program.memory.options["totals="] = "given"
+    step = None if program.across is None else step_of(totals)
+    epilogues = (*program.epilogues, nan_if_overflown)
+    return replace(program, prologue=Totals(totals, step), epilogues=epilogues)
 
-    def __init__(self, function: TotalsFn, is_merged: bool):
-        check_callable(function, "totals", _LIKE)
-        self.function, self.step = function, step_of(function) if is_merged else None
 
-    def counting(self, program: Program, backend: Backend) -> Program:
+@dataclass(frozen=True, eq=False)
+class Totals:
+    """A first fold over the batch, which counts it. `step` identifies it across replicas."""
+
+    function: TotalsFn
+    step: Step | None
+
+    def program(self, program: Program, backend: Backend) -> Program:
         """The program that counts the totals of a window of `program`, cached there."""
         return program.memory.keep(_Counting, program, backend).program
 
-    def counted(
-        self, program: Program, backend: Backend, args: tuple[Tree, ...], kwargs: dict[str, Tree]
+    def __call__(
+        self,
+        program: Program,
+        backend: Backend,
+        fold: Callable[[Program, tuple[Tree, ...]], Tree],
+        args: tuple[Tree, ...],
+        kwargs: dict[str, Tree],
     ) -> dict[str, Tree]:
-        """The keyword arguments of grad_fn, with the totals of the window."""
+        """The keyword arguments of grad_fn, with the totals of the window; `fold` runs a program
+        over it.
+        """
         # What is passed whole, such as the parameters, is not counted.
         parts = program.read(args, backend).parts
         split = tuple([part.value if part.axes else None for part in parts])
-        count = backend.loop.accumulate(self.counting(program, backend), backend)
-        return dict(**kwargs, totals=count(split, {}))
+        return dict(**kwargs, totals=fold(self.program(program, backend), split))
+
+    def of_stream(
+        self,
+        program: Program,
+        backend: Backend,
+        leading: tuple[Tree, ...],
+        items: Iterator[tuple[Tree, ...]],
+        again: Callable[[], Iterator[tuple[Tree, ...]]],
+        kwargs: dict[str, Tree],
+    ) -> tuple[dict[str, Tree], Iterator[tuple[Tree, ...]]]:
+        """(the keyword arguments with the totals of a stream, its micro-batches `again`)."""
+        first = _Items(items)
+        count = backend.loop.stream(self.program(program, backend), backend)
+        kwargs = dict(**kwargs, totals=count(leading, first, {}))
+        if program.device is not None:
+            items = iter([(kwargs["totals"],)])
+            ((kwargs["totals"],),) = backend.loop.moved(items, program.device)
+        return kwargs, first.again(again())
+
+
+class _Items(Iterator[tuple[Any, ...]]):
+    """The micro-batches of a stream, which are counted."""
+
+    def __init__(self, items: Iterator[tuple[Any, ...]]):
+        self.items, self.count = items, 0
+
+    def __next__(self) -> tuple[Any, ...]:
+        item = next(self.items)
+        self.count += 1
+        return item
+
+    def again(self, items: Iterator[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
+        """The same micro-batches. Raises FuncgaError at the end if there were more, or fewer."""
+        second = _Items(items)
+        yield from second
+        if second.count != self.count:
+            raise FuncgaError(
+                f"the window had {self.count} micro-batches when they were counted, for totals=, "
+                f"and {second.count} when they were folded. Pass one that stays the same, such as "
+                "a list: step(params, list(microbatches))."
+            )
 
 
 class _Counting:
@@ -55,7 +111,7 @@ class _Counting:
     """
 
     def __init__(self, program: Program, backend: Backend):
-        totals: Totals = program.totals
+        totals: Totals = program.prologue
         in_axes = _without_carry(program.in_axes, backend)
         owner = owner_of(program.grad_fn)
         if owner is not None:
@@ -65,14 +121,15 @@ class _Counting:
         self.program = replace(
             program,
             grad_fn=Count(totals.function, program.grad_fn, in_axes, backend),
-            fold=exact_sum(backend.arrays),
+            fold=sum() if backend.arrays.as_array(0).dtype.itemsize == 8 else _SUM32,
             # Sums have no weights, and rows of streamed micro-batches need not be countable.
             weight=None if program.n or program.microbatch_size else lambda *_: 1,
             in_axes=in_axes,
             device=None,
             across=across,
             memory=Memory(totals.step, options),
-            totals=None,
+            prologue=None,
+            epilogues=(),
             observers=None,
             dropping=None,
         )
@@ -131,11 +188,6 @@ class Count:
 OVERFLOWN = -(2**31)
 
 
-def exact_sum(arrays: Arrays) -> Fold:
-    """The fold of totals: a sum, OVERFLOWN if it does not fit in the framework's integers."""
-    return sum() if arrays.as_array(0).dtype.itemsize == 8 else _SUM32
-
-
 def _limbs(xp: Namespace, value: Array, weight: Scalar) -> Reduced:
     """An integer as its upper and lower 16 bits, whose sums have room; a float as it is."""
     return value if "float" in str(value.dtype) else (value >> 16, value & 0xFFFF)
@@ -162,6 +214,23 @@ _SUM32 = Fold(
     Reducer(_limbs, Monoid(monoids.sum.identity, _add, collective="sum"), unweighted=True),
     Normalizer(_joined),
 )
+
+
+def nan_if_overflown(
+    program: Program, backend: Backend, result: Tree, kwargs: dict[str, Tree], _: object
+) -> Tree:
+    """The result, with NaN for every float if a total does not fit in its integers."""
+    arrays, trees, xp = backend.arrays, backend.trees, backend.arrays.xp
+    totals = trees.flatten(kwargs["totals"])[0]
+    narrow = [total for total in totals if str(total.dtype) == "int32"]  # JAX's alone
+    if not narrow:
+        return result
+    fits = xp.all(xp.stack(narrow) != OVERFLOWN)
+    leaves, structure = trees.flatten(result)
+    for index, leaf in enumerate(leaves):
+        if arrays.kind(leaf.dtype) in ("float", "complex"):
+            leaves[index] = xp.where(fits, leaf, float("nan"))
+    return trees.unflatten(structure, leaves)
 
 
 def _without_carry(in_axes: Tree, backend: Backend) -> Tree:

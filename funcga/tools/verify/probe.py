@@ -75,7 +75,7 @@ class Probe:
         self.arguments = program.read(self.args, self.backend)
         self.all_rows: Rows = tuple(range(self.arguments.rows()))
         # Any rows get the totals of the whole batch, as a micro-batch does.
-        if program.totals is not None:
+        if program.prologue is not None:
             self.kwargs = {**self.kwargs, "totals": self.count(self.all_rows)}
         self.raw = self.raw_step()
         self.output: Tree = None  # of the first call
@@ -175,9 +175,9 @@ class Probe:
         if self.job is not None and cut == {"n": 1}:
             return [self.values(rows) for rows in choices]
         kwargs, options = {**self.kwargs}, dict[str, Tree](cut)
-        if self.program.totals is not None:
+        if self.program.prologue is not None:
             del kwargs["totals"]
-            options["totals"] = self.program.totals.function
+            options["totals"] = self.program.prologue.function
         fold = self.each_fold(lambda fold: _leaf_for_leaf(fold.plain))
         step = self.step(fold=fold, weight=self.program.weight, **options)
         return [self.numbers(step(*self.take_rows(rows), **kwargs)) for rows in choices]
@@ -204,7 +204,7 @@ class Probe:
 
     def count(self, rows: Rows) -> Tree:
         """The totals of these rows."""
-        counting = self.program.totals.counting(self.program, self.backend)
+        counting = self.program.prologue.program(self.program, self.backend)
         return self.backend.loop.accumulate(counting, self.backend)(self.take_rows(rows), {})
 
     def trace_call(self, args: tuple[Tree, ...]) -> Trace:

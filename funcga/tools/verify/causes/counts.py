@@ -57,7 +57,7 @@ def at_least_one(probe: Probe, total: str) -> str:
 def of_totals(case: Case) -> Iterator[Answer]:
     """Totals that do not add up, by which a loss is divided twice, or that make it NaN if 0."""
     probe = case.probe
-    if probe.program.totals is not None:
+    if probe.program.prologue is not None:
         paths = leaf_paths(probe.kwargs["totals"], probe.backend.trees, "totals")
         parts = (*case.parts, case.order)
         counted = [probe.numbers(probe.count(rows)) for rows in parts]
