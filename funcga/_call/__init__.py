@@ -294,14 +294,8 @@ def read_program(
         in_axes = _default_in_axes(grad_fn)
     # Imported now, as torch.compile may trace the first call.
     load_imported()
-<<<<<<< HEAD
-    step = None if across is None else step_of(grad_fn)
-    memory = Memory(step, options_of(observers, drop, drop_if, totals, owner))
-=======
-    is_told = across is not None or (owner is not None and owner.kind != MODULE)
     step = None if across is None else step_of(grad_fn)
     memory = Memory(step, {} if owner is None else {**owner.options})
->>>>>>> main
     return Program(
         grad_fn,
         fold,
@@ -312,14 +306,6 @@ def read_program(
         device,
         across,
         memory,
-<<<<<<< HEAD
-        totals=counted,
-        observers=observers,
-        dropping=dropping,
-=======
-        is_exact=_is_exact(fold),
-        is_told=is_told,
->>>>>>> main
     )
 
 
