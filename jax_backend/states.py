@@ -3,7 +3,7 @@ a window that each replica has, and their merge.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
@@ -23,7 +23,6 @@ from jax_backend.replicas import Replicas, check_step_merges, listed, read_acros
 
 # In JAX callers donate by jax.jit(donate_argnums=...). A donated array is matched with the first
 # result of its shape: if results have another order than arguments, XLA copies.
-donates = False
 
 # -- sums
 
@@ -78,13 +77,12 @@ def _sharded_as(constant: Reduced, like: Reduced) -> Reduced:
 # -- over replicas
 
 
-def check_gradients(
-    leaves: Sequence[Array], window: Accumulation, replicas: Replicas | None
-) -> None:
-    """Raises FuncgaError for gradients that cannot be added to the window, or merged over the
+def check_gradients(leaves: Sequence[Array], window: Accumulation) -> None:
+    """Raises FuncgaError for gradients that cannot be added to the window, or merged over its
     replicas.
     """
     # Not merged, or merged already.
+    replicas = window.replicas
     if replicas is None:
         check_step_merges()
         return
@@ -105,23 +103,19 @@ def check_gradients(
             )
 
 
-def telling(across: Any, memory: Memory) -> AbstractContextManager[object] | None:
-    """The context of a call that ends a window, in which other processes are told of an error;
-    None if `across` names none of this framework.
-    """
-    return None
+def telling(across: Any, memory: Memory) -> AbstractContextManager[object]:
+    """The context of a call that ends a window, in which other processes are told of an error."""
+    return nullcontext()
 
 
-def merged(
-    window: Accumulation, replicas: Replicas, memory: Memory, updates: Array, donate: bool
-) -> Accumulation:
-    """The window merged over all replicas, whose states have made so many `updates`; in the same
+def merged(window: Accumulation, memory: Memory, updates: Array, donate: bool) -> Accumulation:
+    """The window merged over its replicas, whose states have made so many `updates`; in the same
     memory if that is donated.
     """
     outputs, accumulators = window.outputs, [*window.accumulators]
     reduced = [accumulators[leaf_index] for leaf_index in outputs.reduced]
     folded = merging.Folded(reduced, window.tally, [], [], window.unit, window.rejected)
-    folded = merging.merge(outputs, folded, replicas)
+    folded = merging.merge(outputs, folded, window.replicas)
     # None stays.
     for leaf_index, leaf in zip(outputs.reduced, folded.reduced, strict=True):
         accumulators[leaf_index] = leaf

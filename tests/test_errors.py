@@ -62,8 +62,6 @@ MADE = [
     ("weight is 3, which is no function. Pass one, such as lambda batch:", function(accumulate, len, 2, weight=3)),
     ("loss_fn is None, which is no function. Pass one, such as loss_fn(params, *batch) -> scalar",
         function(funcga.grad, None)),
-    ("a Fold was given <function concat", function(funcga.Fold, funcga.reducers.concat, funcga.normalizers.identity)),
-    ("where it takes a Normalizer. Write", function(funcga.Fold, funcga.reducers.sum, None)),
 ]  # fmt: skip
 
 
@@ -138,8 +136,6 @@ GIVEN = {
         "at batch['x'] it has tuple([0]), and there is an array."),
     "in_axes: no axis": (split(lambda x: {"x": x}, in_axes=(None, 1.5)), "at batch it has float, and there is dict(['x'])."),
     "a huge weight": (folded(summed, weight=lambda x: 10**400), "it must be finite and at least 0"),
-    "weights of nothing": (streamed(lambda x: [x], in_axes=(None, None), weight=lambda x: 1), "weight= is called with the "
-        "arguments that are split, and in_axes splits none. Give an argument an axis:"),
     "a weight that is no scalar": (folded(summed, weight=lambda x: x.sum(0)), "the weight of a micro-batch is float32[2]; it "
         "must be a real number or a 0-d array, such as the number of tokens: "
         'weight=lambda batch: (batch["labels"] != -100).sum()'),

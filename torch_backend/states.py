@@ -6,7 +6,7 @@ alike.
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -28,8 +28,6 @@ from torch_backend.reduce.agreement import progress_of
 from torch_backend.reduce.telling import telling as telling_windows
 from torch_backend.replicas import Replicas, are_processes, replicas_of
 from torch_backend.sums import Folding, Sums
-
-donates = True  # a call may write to memory that it is given
 
 # -- sums
 
@@ -211,34 +209,28 @@ def zeros_of(
 # -- over replicas
 
 
-def check_gradients(
-    leaves: Sequence[Array], window: Accumulation, replicas: Replicas | None
-) -> None:
-    """Raises FuncgaError for gradients that cannot be added to the window, or merged over the
+def check_gradients(leaves: Sequence[Array], window: Accumulation) -> None:
+    """Raises FuncgaError for gradients that cannot be added to the window, or merged over its
     replicas.
     """
     # Nothing can be seen: a tensor does not say whether other processes have it, too.
 
 
-def telling(across: Any, memory: Memory) -> AbstractContextManager[object] | None:
-    """The context of a call that ends a window, in which other processes are told of an error;
-    None if `across` names none of this framework.
-    """
+def telling(across: Any, memory: Memory) -> AbstractContextManager[object]:
+    """The context of a call that ends a window, in which other processes are told of an error."""
     if not are_processes(across):
-        return None
+        return nullcontext()
     progress = progress_of(memory)
     begin = lambda: Reduction(progress, replicas_of(across))
     context: AbstractContextManager[object] = untraced(telling_windows)([(progress, begin)])
     return context
 
 
-def merged(
-    window: Accumulation, replicas: Replicas, memory: Memory, updates: Array, donate: bool
-) -> Accumulation:
-    """The window merged over all replicas, whose states have made so many `updates`; in the same
+def merged(window: Accumulation, memory: Memory, updates: Array, donate: bool) -> Accumulation:
+    """The window merged over its replicas, whose states have made so many `updates`; in the same
     memory if that is donated.
     """
-    reduction = Reduction(progress_of(memory), replicas)
+    reduction = Reduction(progress_of(memory), window.replicas)
     reduction.updates = arrays.scalar(updates)
     if memory.failed:
         # The others have made the last update, and this replica has not: its header says so.

@@ -212,9 +212,6 @@ class States(Protocol):
     memory.
     """
 
-    # Whether calls of this framework can donate. In JAX that is an option of jax.jit.
-    donates: bool
-
     def add(
         self,
         window: Accumulation,
@@ -241,8 +238,8 @@ class States(Protocol):
         """The accumulators of an empty window like this one."""
         ...
 
-    def check_gradients(self, leaves: Sequence[Array], window: Accumulation, replicas: Any) -> None:
-        """Raises FuncgaError for gradients that cannot be added to the window, or merged over the
+    def check_gradients(self, leaves: Sequence[Array], window: Accumulation) -> None:
+        """Raises FuncgaError for gradients that cannot be added to the window, or merged over its
         replicas.
         """
         ...
@@ -262,16 +259,16 @@ class States(Protocol):
         ...
 
     def merged(
-        self, window: Accumulation, replicas: Any, memory: Memory, updates: Array, donate: bool
+        self, window: Accumulation, memory: Memory, updates: Array, donate: bool
     ) -> Accumulation:
-        """The window merged over all replicas, whose states have made so many `updates`; in the
+        """The window merged over its replicas, whose states have made so many `updates`; in the
         same memory if that is donated.
         """
         ...
 
-    def telling(self, across: Any, memory: Memory) -> AbstractContextManager[object] | None:
-        """The context of a call that ends a window, in which other processes are told of an error;
-        None if `across` names none of this framework.
+    def telling(self, across: Any, memory: Memory) -> AbstractContextManager[object]:
+        """The context of a call that ends a window, in which other processes are told of an
+        error.
         """
         ...
 

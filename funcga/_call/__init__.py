@@ -189,17 +189,14 @@ class Program:
     def weigh(self, arguments: Arguments, args: tuple[Any, ...], rows: int | None) -> Scalar:
         """The weight of a micro-batch: a number, or a 0-d array that the host does not see yet.
 
-        By default it is the number of rows; with `rows` None they are counted in the arguments.
+        By default it is the number of rows; with `rows` None they are counted in the arguments. It
+        is 1 if they cannot be counted and no fold asks for a weight.
         """
         if self.weight is not None:
             weight = self.weight(*arguments.split_args(args))
             return check_weight(weight, arguments.backend.arrays)
-        return self._count_rows(arguments) if rows is None else rows
-
-    def _count_rows(self, arguments: Arguments) -> int:
-        """The rows of a micro-batch that came split; 1 if they cannot be counted and no fold asks
-        for a weight.
-        """
+        if rows is not None:
+            return rows
         try:
             return arguments.rows()
         except FuncgaError as error:

@@ -178,15 +178,10 @@ class Arguments:
             for part in self.parts
         ]
 
-    def split_args(self, args: tuple[Any, ...], option: str = "weight=") -> list[Any]:
-        """The split arguments of a micro-batch, for the function that was given as `option`."""
-        split = self.are_split()
-        if not any(split):
-            raise FuncgaError(
-                f"{option} is called with the arguments that are split, and in_axes splits none. "
-                "Give an argument an axis: in_axes=(None, 0)."
-            )
-        return [arg for arg, is_split in zip(args, split, strict=True) if is_split]
+    def split_args(self, args: tuple[Any, ...]) -> list[Any]:
+        """The split arguments of a micro-batch, for the functions of `weight=` and `totals=`."""
+        pairs = zip(args, self.are_split(), strict=True)
+        return [arg for arg, is_split in pairs if is_split]
 
     def paths(self) -> list[tuple[str, str]]:
         """(root, path) of the leaves, in the order of iteration: the path of the in_axes entry,

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import count
 from typing import Any, NamedTuple
 
 from funcga._backend import Arrays, Backend
@@ -87,7 +88,7 @@ LEAST_UNIT = 2.0**-124
 class Accumulation(NamedTuple):
     """A window that is open: the fold of each leaf, its accumulator, and all else of the state.
 
-    Accumulators of means are sums of w / unit * v.
+    Accumulators of means are sums of w / unit * v. `replicas`: of whose window it is a part.
     """
 
     outputs: Outputs
@@ -96,6 +97,7 @@ class Accumulation(NamedTuple):
     unit: Scalar
     rejected: Scalar
     like: Tree = ()
+    replicas: Any = None
 
     @property
     def total(self) -> Scalar:
@@ -104,15 +106,15 @@ class Accumulation(NamedTuple):
         first, *rest = map(self.outputs.backend.arrays.scalar, self.tally.weight)
         return sum(rest, first)
 
-    def packed(self, replicas: Any = None, is_empty: bool = False) -> AccumulatorState:
-        """The window as a state; with replicas as the part of this one. `is_empty`: nothing is
-        folded.
-        """
+    def packed(self, is_empty: bool = False) -> AccumulatorState:
+        """The window as a state; `is_empty`: nothing is folded."""
         leaves = [Parts(leaf) if isinstance(leaf, tuple) else leaf for leaf in self.accumulators]
         backend = self.outputs.backend
         tree = backend.trees.unflatten(self.outputs.structure, leaves)
         whole = AccumulatorState(tree, self.tally, self.rejected, (), self.unit, self.like)
-        return whole if replicas is None else backend.states.as_part([whole], replicas, is_empty)
+        if self.replicas is None:
+            return whole
+        return backend.states.as_part([whole], self.replicas, is_empty)  # type: ignore[no-any-return]
 
     def add(
         self, leaves: Sequence[Array], weight: Scalar = 1, donate: bool = False
@@ -182,12 +184,12 @@ class Accumulation(NamedTuple):
         merged = self._replace(tally=self.tally.merge(other.tally), rejected=rejected)
         unit = unit_of(merged.total, self.outputs.backend.arrays)
         first, second = self.in_unit(unit), other.in_unit(unit)
-        theirs = enumerate(second.accumulators)
-        if other.outputs.structure != self.outputs.structure:  # another order
-            numbered = other.outputs.structure_of(range(len(second.accumulators)))
-            indices = self._in_order(numbered, "output")[1]
-            theirs = enumerate([second.accumulators[leaf_index] for leaf_index in indices])
-        combined = [first.combined(leaf_index, reduced) for leaf_index, reduced in theirs]
+        if other.outputs.structure != self.outputs.structure:
+            raise FuncgaError(
+                "the two states were made for values of other structures: state = "
+                "accumulator.init(value), of one value for both."
+            )
+        combined = [*map(first.combined, count(), second.accumulators)]
         return merged._replace(accumulators=combined, unit=first.unit)
 
     def finished(self, donate: bool = False, name: str = "output") -> list[Reduced]:
@@ -280,15 +282,15 @@ class Accumulation(NamedTuple):
         )
 
 
-def empty(outputs: Outputs, accumulators: Sequence[Reduced], like: Tree = ()) -> Accumulation:
+def empty(outputs: Outputs, accumulators: Sequence[Reduced], replicas: Any = None) -> Accumulation:
     """The empty window of these accumulators."""
     arrays = outputs.backend.arrays
     # Weights are counted in 64 bits only if some sums are.
     is_wide = any(fold is not None and fold.is_wide for fold in outputs.folds)
     # Each number is an array of its own, as one buffer cannot be donated twice.
     tally = Tally(arrays.addends(0, is_wide), arrays.integer(0))
-    unit = arrays.addends(1, is_wide)[0]
-    return Accumulation(outputs, accumulators, tally, unit, arrays.integer(0), like)
+    unit, rejected = arrays.addends(1, is_wide)[0], arrays.integer(0)
+    return Accumulation(outputs, accumulators, tally, unit, rejected, replicas=replicas)
 
 
 class Folding:

@@ -20,7 +20,7 @@ from funcga._fold.accumulator import Accumulation, AccumulatorState, Folding, em
 from funcga._replicas import step_of
 from funcga._tools import load
 from funcga._transform import Traits, Transform, libraries, wrapped_transform
-from funcga._transform.apply import Step, UpdateFunction, check_donates, traits_of
+from funcga._transform.apply import Step, UpdateFunction, traits_of
 from funcga._transform.window_size import WindowSize, check_size, size_after
 from funcga._types import Array, Scalar, Tree
 from funcga.errors import FuncgaError
@@ -116,8 +116,8 @@ class MultiSteps(Transform):
             >>> state = tx.accumulate(grads, state, weight=12)
         """
         update = self.update
-        window, replicas = update.opened(state, backend_of_state(state))
-        return update.add(grads, window, state, weight, replicas, update.donate)[1]
+        window = update.opened(state, backend_of_state(state))
+        return update.add(grads, window, state, weight, update.donate)[1]
 
     def flush(
         self, state: MultiStepsState, params: Tree = None, **extra: Any
@@ -145,11 +145,11 @@ class MultiSteps(Transform):
             >>> updates, state = tx.flush(state, params)
         """
         update = self.update
-        with update.telling():
+        backend = backend_of_state(state)
+        with update.telling(backend):
             _check_extra(extra)
-            backend = backend_of_state(state)
             if params is not None:
-                params, _ = update.opened(state, backend)[0].matched(params, "params")
+                params, _ = update.opened(state, backend).matched(params, "params")
             offered = backend.arrays.scalar(state.offered)
             # Inside of jit only the program knows it; with replicas the others may have something.
             is_known = not backend.arrays.is_array(offered)
@@ -290,7 +290,7 @@ def multi_steps(
         observe: As in `accumulate`; `state.observed` has what the last update's window gave. Not
             with gradient_norms(), whose list would grow in the state.
         donate: In torch, whether a call may reuse the memory of the state that it is given, which
-            is then no longer valid. In JAX, use jax.jit(step, donate_argnums=...).
+            is then no longer valid. In JAX it does nothing: jax.jit(step, donate_argnums=...).
 
     Returns:
         A transform (init, update) with `accumulate`, `flush`, `has_updated` and `merge`.
@@ -347,8 +347,6 @@ class MultiStepsUpdate(UpdateFunction):
     def init(self, params: Tree) -> MultiStepsState:
         """The state of nothing folded, for gradients like these params."""
         backend = _backend_of(params)
-        if self.donate:
-            check_donates(backend)
         # The window is made for gradients as wide as the params that the wrapped transform sees.
         arrays, (wide, _) = backend.arrays, backend.transforms.widened(params)
         (nothing, observed), zero = self.folding.empty(wide, backend), partial(arrays.integer, 0)
@@ -359,7 +357,7 @@ class MultiStepsUpdate(UpdateFunction):
                     "gradients are to become one gradient. Fold them with funcga.mean(), "
                     "funcga.per_weight() or funcga.sum()."
                 )
-        window = nothing.packed(self._replicas(backend), is_empty=True)
+        window = nothing._replace(replicas=self._replicas(backend)).packed(is_empty=True)
         counts, dropped = (zero(), zero(), arrays.as_array(False)), Dropped(zero(), zero())
         return MultiStepsState(self.tx.init(wide), window, *counts, dropped, observed)
 
@@ -381,17 +379,17 @@ class MultiStepsUpdate(UpdateFunction):
         weight, arrays, n = extra.pop("weight", 1), backend.arrays, self.n
         full = state.offered + 1 >= n if type(n) is int else self._is_last(state, arrays)
         tells = self.across is not None and arrays.scalar(full) is True
-        with self.telling() if tells else nullcontext():
+        with self.telling(backend) if tells else nullcontext():
             if extra:
                 _check_extra(extra)
-            before, replicas = self.opened(state, backend)
+            before = self.opened(state, backend)
             # All checks come before the work, so that the state is intact after an error.
             trained = None if params is None else before.matched(params, "params")[0]
-            window, state = self.add(grads, before, state, weight, replicas, owned)
+            window, state = self.add(grads, before, state, weight, owned)
             if hasattr(n, "is_full"):
                 total, updates = window.total, arrays.scalar(state.updates)
-                if replicas is not None:
-                    total = backend.replicas.summed(total, window.accumulators, replicas)
+                if window.replicas is not None:
+                    total = backend.replicas.summed(total, window.accumulators, window.replicas)
                 full = n.is_full(total, updates, arrays)
             # Sums that this call has made may be written to when the window ends.
             pairs = zip(before.accumulators, window.accumulators, strict=True)
@@ -421,16 +419,15 @@ class MultiStepsUpdate(UpdateFunction):
         window: Accumulation,
         state: MultiStepsState,
         weight: Scalar,
-        replicas: Any,
         owned: bool,
     ) -> tuple[Accumulation, MultiStepsState]:
         """The window with one more micro-batch, and the state with it; in place if `owned`."""
         backend, folding = window.outputs.backend, self.folding
         _, leaves = window.matched(grads, "grads")
-        backend.states.check_gradients(leaves, window, replicas)
+        backend.states.check_gradients(leaves, window)
         if type(weight) is not int:
             weight = check_weight(weight, backend.arrays)
-        keep, dropped, after = True, state.dropped, window
+        keep, after = True, window
         if self.skip is not None:
             keep = self.skip.keeps(grads, leaves, weight, window.outputs)
         if keep is not False:
@@ -439,13 +436,9 @@ class MultiStepsUpdate(UpdateFunction):
             # If the host does not see whether to keep it, both windows are needed: not in place.
             after = window.add(leaves, weight, owned and keep is True)
         if keep is not True:
-            after, dropped = self.skip.left_out(keep, window, after, dropped, replicas)
-        return after, state._replace(
-            window=after.packed(replicas),
-            offered=state.offered + 1,
-            updated=backend.arrays.as_array(False),
-            dropped=dropped,
-        )
+            after = self.skip.left_out(keep, window, after)
+        offered, updated = state.offered + 1, backend.arrays.as_array(False)
+        return after, state._replace(window=after.packed(), offered=offered, updated=updated)
 
     def end(
         self,
@@ -464,16 +457,16 @@ class MultiStepsUpdate(UpdateFunction):
         """
         backend, folding = step.backend, self.folding
         arrays, states = backend.arrays, backend.states
-        window, replicas = self.opened(state, backend)
+        window = self.opened(state, backend)
         # Merged first, as only the whole window shows whether there is an update.
         merged, keep, dropped = window, has_any, state.dropped
-        if replicas is not None:
-            merged = states.merged(window, replicas, self.memory, state.updates, spent)
+        if window.replicas is not None:
+            merged, spent = states.merged(window, self.memory, state.updates, spent), True
             _check_not_empty(merged, arrays)
         if self.skip is not None:
             steps, rejected = arrays.scalar(merged.tally.steps), merged.rejected
-            keep, dropped = self.skip.at_the_end(dropped, steps, rejected, replicas, arrays)
-        finished = merged.finished(spent or replicas is not None, "grads")
+            keep, dropped = self.skip.at_the_end(dropped, steps, rejected, arrays)
+        finished = merged.finished(spent, "grads")
         # In the dtypes in which the wrapped transform sees the params.
         gradients, outputs = [*finished], merged.outputs
         param_leaves = [] if params is None else window.matched(params, "params")[1]
@@ -493,42 +486,42 @@ class MultiStepsUpdate(UpdateFunction):
             result, inner, updated = step.when(keep, step.run, state.inner, params, given, value)
         except Exception:
             self.memory.failed = True  # other replicas may have made this update
-            if step.owned and replicas is None:
+            if step.owned and merged is window:
                 merged.restore(finished)
             raise
         if folding.before:
             observed = report(updated, observed)
-        nothing = empty(window.outputs, states.emptied(window)).packed(replicas, is_empty=True)
+        emptied = empty(window.outputs, states.emptied(window), window.replicas)
         updates, flag = state.updates + arrays.integer(updated), arrays.as_array(updated)
         zero = arrays.integer(0)
+        nothing = emptied.packed(is_empty=True)
         return result, MultiStepsState(inner, nothing, zero, updates, flag, dropped, observed)
 
     # -- windows over replicas
 
-    def opened(self, state: MultiStepsState, backend: Backend) -> tuple[Accumulation, Any]:
-        """(the window of a state, of this replica; the replicas)."""
+    def opened(self, state: MultiStepsState, backend: Backend) -> Accumulation:
+        """The window of a state, of this replica."""
         window, replicas = state.window, None
         if self.across is not None:
             replicas = self._replicas(backend)
         # Without replicas the window is whole.
         if replicas is None and isinstance(window.part, tuple):
-            return self.folding.opened(window, backend), None
+            return self.folding.opened(window, backend)
         # A state saved on another number of replicas may have several parts for this one, or none.
         own = backend.states.own_parts([window], replicas)
         parts = [self.folding.opened(part, backend) for part in own]
         if not parts:
             whole = self.folding.opened(window, backend)
-            return empty(whole.outputs, backend.states.emptied(whole)), replicas
-        return reduce(Accumulation.merge, parts), replicas
+            parts = [empty(whole.outputs, backend.states.emptied(whole))]
+        return reduce(Accumulation.merge, parts)._replace(replicas=replicas)
 
-    def telling(self) -> AbstractContextManager[object]:
+    def telling(self, backend: Backend) -> AbstractContextManager[object]:
         """The context of a call that ends a window, in which other processes, which wait for its
         merge, are told of an error.
         """
         if self.across is None:
             return nullcontext()
-        told = (backend.states.telling(self.across, self.memory) for backend in load_imported())
-        return next((context for context in told if context is not None), nullcontext())
+        return backend.states.telling(self.across, self.memory)
 
     def _replicas(self, backend: Backend) -> Any:
         """The replicas of `across=`, if it was given."""
