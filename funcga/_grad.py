@@ -3,12 +3,12 @@
 import functools
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, overload
 
 from funcga._backend import Arrays, Backend
-from funcga._backend.dispatch import backend_of, load_imported
-from funcga._call import KnownGradient, Memory, Program
+from funcga._backend.dispatch import backend_of, import_backends
+from funcga._call import KnownGradient, Memory
 from funcga._call.arguments import argument_names
 from funcga._fold import as_number, check_quantity
 from funcga._types import Array, GradFn, LossFn, P, R, Scalar, Tree
@@ -65,16 +65,17 @@ class GradientFunction(KnownGradient):
         backend = backend_of([*args, *kwargs.values()], names)
         return backend.loop.alone(self, backend)(*args, **kwargs)
 
-    def bound(self, backend: Backend) -> GradFn:
+    def bound(self, backend: Backend, counts: bool = True) -> GradFn:
         """The framework's gradient function, which raises FuncgaError if loss_fn does not return
         a real scalar.
+
+        `counts`: whether it may count gradients. torch.compile must not read a Python counter: it
+        would compile anew for every value.
         """
 
         @functools.wraps(self.loss_fn, updated=())  # for the names of its parameters in messages
         def gradient(*args: Any, **kwargs: Any) -> Tree:
             arg_indices = self.arg_indices(len(args))
-            # torch.compile must not read a Python counter: it would compile anew for every value.
-            counts = not (backend.name == "torch" and backend.loop.is_traced(()))
             if counts:
                 _EVALUATIONS.count += 1
             scale = None
@@ -189,9 +190,9 @@ class GradientFunction(KnownGradient):
         elif depends is False and alone:
             differentiated = tuple(args[arg_index] for arg_index in self.arg_indices(len(args)))
             if any(leaf is not None for leaf in backend.trees.flatten(differentiated)[0]):
-                raise self.unreached(len(args), backend)
+                raise self.unreached(len(args))
 
-    def unreached(self, count: int, backend: Backend) -> FuncgaError:
+    def unreached(self, count: int) -> FuncgaError:
         """The error for a loss of `count` arguments that depends on no differentiated leaf."""
         names = argument_names(self.loss_fn, count)
         of = " or ".join(f"`{names[arg_index]}`" for arg_index in self.arg_indices(count))
@@ -199,7 +200,7 @@ class GradientFunction(KnownGradient):
             f"the loss does not depend on {of}: no gradient reaches an array of it, and nothing "
             "would be trained. loss_fn uses a module, or arrays, that it closes over, or it "
             "detaches what it computes. Compute the loss from the argument, as "
-            f"{backend.gradients.as_function_of_params} does."
+            "model.apply(params, x) does, or torch_backend.pure_loss(module, loss_fn)."
         )
 
 
@@ -306,13 +307,5 @@ def _gradient_function(
     loss_fn: LossFn, argnums: int | tuple[int, ...], has_aux: bool, with_value: bool, scaled: bool
 ) -> GradientFunction:
     check_callable(loss_fn, "loss_fn", "loss_fn(params, *batch) -> scalar")
-    load_imported()  # no import is left for the first call, which torch.compile may be tracing
+    import_backends()  # no import is left for the first call, which torch.compile may be tracing
     return GradientFunction(loss_fn, argnums, has_aux, with_value, scaled)
-
-
-def bound(program: Program, backend: Backend) -> Program:
-    """The program with the framework's gradient function, made once."""
-    # Those of other libraries work unchanged.
-    if isinstance(program.grad_fn, GradientFunction):
-        return replace(program, grad_fn=program.grad_fn.bound(backend))
-    return program

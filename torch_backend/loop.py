@@ -419,8 +419,9 @@ def _not_traced(fold: Callable[..., Any], program: Program) -> Callable[..., Any
 
 def alone(grad_fn: GradientFunction, backend: Backend) -> GradFn:
     """The gradient function for a call outside of any window."""
-    if torch.compiler.is_compiling() or arrays.in_transform():
-        return grad_fn.bound(backend)
+    is_compiled = torch.compiler.is_compiling()
+    if is_compiled or arrays.in_transform():
+        return grad_fn.bound(backend, counts=not is_compiled)
 
     def gradient(*args: Tree, **kwargs: Tree) -> Tree:
         return value_of(grad_fn, backend, args, kwargs, torch.is_grad_enabled())
@@ -468,8 +469,3 @@ def _given_up(program: Program, backend: Backend) -> AbstractContextManager[obje
         for merge in reductions_of(program, backend):
             stack.enter_context(merge)
     return stack
-
-
-def is_traced(tree: Any) -> bool:
-    """Whether these arguments belong to a program that is being compiled."""
-    return torch.compiler.is_compiling()

@@ -85,7 +85,7 @@ class Arrays(Protocol):
         ...
 
     def cast(self, array: Array, dtype: Dtype, beside: Array | None = None) -> Array:
-        """The array in another dtype, and on the device of the one beside it."""
+        """The array, or number, in a dtype, and on the device of the one beside it."""
         ...
 
     def exact(self, array: Array, name: str) -> Array:
@@ -96,10 +96,6 @@ class Arrays(Protocol):
 
     def slice(self, array: Array, axis: int, start: Any, size: int) -> Array:
         """`size` rows from `start` on, along an axis."""
-        ...
-
-    def finite(self, arrays: Sequence[Array]) -> Array:
-        """Whether all numbers are finite, as a 0-d array; None is skipped."""
         ...
 
     # Weights and counts: numbers of Python where the host knows them, else 0-d arrays that it does
@@ -115,19 +111,7 @@ class Arrays(Protocol):
         """A weight as arrays that it is the sum of: one float64 if `wide`, else two of float32."""
         ...
 
-    def integer(self, number: Any) -> Array:
-        """A count as a 0-d int32 array."""
-        ...
-
     # Memory and storage.
-
-    def device(self, name: object) -> Any:
-        """The device of this name; FuncgaError, which says what there is, if there is none."""
-        ...
-
-    def devices(self) -> list[str]:
-        """The names of the devices that there are."""
-        ...
 
     def owned(self, array: Array, others: Sequence[Array]) -> Array:
         """The array, or a copy if it shares memory with one of the others."""
@@ -136,9 +120,6 @@ class Arrays(Protocol):
 
 class Gradients(Protocol):
     """A framework's transforms from a loss to its gradient."""
-
-    # How a loss that depends on its parameters is written, for errors.
-    as_function_of_params: str
 
     def value_and_grad(
         self, loss_fn: Callable[..., tuple[Array, Tree]], arg_indices: tuple[int, ...]
@@ -187,10 +168,6 @@ class Loop(Protocol):
         """The context of a call that folds these programs one after the other, in which other
         processes are told of an error; None if they are folded by one process, or one program.
         """
-        ...
-
-    def is_traced(self, tree: Tree) -> bool:
-        """Whether these arguments belong to a program that is being compiled."""
         ...
 
 

@@ -199,8 +199,8 @@ class Accumulation(NamedTuple):
         result is lost.
         """
         outputs = self.outputs
-        for leaf_index, fold in enumerate(outputs.folds if outputs.may_be_lost else ()):
-            if fold is not None:
+        for leaf_index, fold in enumerate(outputs.folds):
+            if fold is not None and fold.fold.normalizer.lost is not None:
                 path = lambda leaf_index=leaf_index: outputs.paths(name)[leaf_index]
                 fold.check_known(self.accumulators[leaf_index], self.tally, path)
         # A mean is divided by the weight in the unit of its sum.
@@ -288,8 +288,9 @@ def empty(outputs: Outputs, accumulators: Sequence[Reduced], replicas: Any = Non
     # Weights are counted in 64 bits only if some sums are.
     is_wide = any(fold is not None and fold.is_wide for fold in outputs.folds)
     # Each number is an array of its own, as one buffer cannot be donated twice.
-    tally = Tally(arrays.addends(0, is_wide), arrays.integer(0))
-    unit, rejected = arrays.addends(1, is_wide)[0], arrays.integer(0)
+    weight, unit = arrays.addends(0, is_wide), arrays.addends(1, is_wide)[0]
+    steps, rejected = (arrays.cast(0, arrays.xp.int32) for _ in range(2))
+    tally = Tally(weight, steps)
     return Accumulation(outputs, accumulators, tally, unit, rejected, replicas=replicas)
 
 
@@ -393,11 +394,8 @@ class Accumulator:
         backend = backend_of([like], lambda: ["like"])
         window, _ = self._folding.empty(like, backend)
         # Dtypes are kept as 0-d arrays: unlike a dtype, an array passes through jit.
-        zero, zeros_like = backend.arrays.integer(0), backend.arrays.xp.zeros_like
-        dtype_marks = [
-            None if dtype is None else zeros_like(zero, dtype=dtype)
-            for dtype in window.outputs.dtypes
-        ]
+        cast, dtypes = backend.arrays.cast, window.outputs.dtypes
+        dtype_marks = [None if dtype is None else cast(0, dtype) for dtype in dtypes]
         return window._replace(like=window.outputs.structure_of(dtype_marks)).packed()
 
     def update(self, state: AccumulatorState, value: Tree, weight: Scalar = 1) -> AccumulatorState:

@@ -349,7 +349,8 @@ class MultiStepsUpdate(UpdateFunction):
         backend = _backend_of(params)
         # The window is made for gradients as wide as the params that the wrapped transform sees.
         arrays, (wide, _) = backend.arrays, backend.transforms.widened(params)
-        (nothing, observed), zero = self.folding.empty(wide, backend), partial(arrays.integer, 0)
+        nothing, observed = self.folding.empty(wide, backend)
+        zero = partial(arrays.cast, 0, arrays.xp.int32)
         for leaf_index, fold in enumerate(nothing.outputs.folds):
             if fold is not None and fold.axis is not None:  # a state cannot grow with every call
                 raise FuncgaError(
@@ -492,8 +493,8 @@ class MultiStepsUpdate(UpdateFunction):
         if folding.before:
             observed = report(updated, observed)
         emptied = empty(window.outputs, states.emptied(window), window.replicas)
-        updates, flag = state.updates + arrays.integer(updated), arrays.as_array(updated)
-        zero = arrays.integer(0)
+        integer, flag = arrays.xp.int32, arrays.as_array(updated)
+        updates, zero = state.updates + arrays.cast(updated, integer), arrays.cast(0, integer)
         nothing = emptied.packed(is_empty=True)
         return result, MultiStepsState(inner, nothing, zero, updates, flag, dropped, observed)
 

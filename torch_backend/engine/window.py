@@ -41,7 +41,6 @@ from torch_backend.engine.leaves import (
 from torch_backend.engine.plan import Plan, checked_whole, outside_of_autocast, plan_of
 from torch_backend.gradients import put_hooks, switched_off
 from torch_backend.modules import PureLoss
-from torch_backend.modules.layers import call_loss
 from torch_backend.modules.visits import Visit
 from torch_backend.sums import Sums
 
@@ -110,19 +109,19 @@ class Window(ExitStack):
         with ExitStack() as stack:
             with recording():
                 whole = known.whole if known else checked_whole(parts, gradient, own)
-                leaves = self.leaves_of({index: parts[index].value for index in whole})
+                leaves = self.leaves_of(whole, [part.value for part in parts])
             self.leaves, inputs = leaves, leaves.inputs
             plan = self.plan = known or plan_of(gradient, parts, leaves, own)
             if plan.hooked:
                 put_hooks(leaves.originals, inputs)
             self.inputs, self.loss_fn = inputs, gradient.loss_fn
             if own is not None:
-                walked: Any = own.walk.trained  # that walk has just found the parameters
-                stack.enter_context(gradients_aside(inputs, walked[0].ids))
-                self.loss_fn = partial(call_loss, gradient.loss_fn, own.module)
+                # That walk has just found the parameters.
+                stack.enter_context(gradients_aside(inputs, own.walk.parts.ids))
+                self.loss_fn = partial(gradient.loss_fn, own.module)
             elif isinstance(gradient.loss_fn, PureLoss) and 0 not in plan.moving:
                 named: Any = leaves.trees.get(0, parts[0].value)
-                self.visits = gradient.loss_fn.entered(named, recorded=True)
+                self.visits = Visit(gradient.loss_fn, named, recorded=True)
             if plan.watches:
                 stack.enter_context(grads_watched(leaves.originals))
             if plan.autocast:
@@ -139,15 +138,16 @@ class Window(ExitStack):
             self.push(stack.pop_all())
         return self
 
-    def leaves_of(self, arguments: dict[int, Tree]) -> Leaves:
-        """Leaves of these arguments, which share their memory; None stays None. A module's own
-        parameters are leaves themselves.
+    def leaves_of(self, indices: Sequence[int], args: Sequence[Tree]) -> Leaves:
+        """Leaves of the arguments of these indices, which share their memory; None stays None. A
+        module's own parameters are leaves themselves.
         """
         if self.own is not None:
             params: list[torch.Tensor] = [*self.own.params.values()]
             return Leaves({OWN: self.own.params}, params, [*params])
         found = Leaves({}, [], [])
-        for index, tree in arguments.items():
+        for index in indices:
+            tree = args[index]
             originals, structure = trees.flatten(tree)
             present = [original for original in originals if original is not None]
             try:
@@ -404,7 +404,7 @@ class Window(ExitStack):
         self, args: tuple[Tree, ...]
     ) -> tuple[tuple[Tree, ...], list[torch.Tensor]]:
         """The arguments of a micro-batch with leaves of those that it alone has, and these."""
-        leaves = self.leaves_of({index: args[index] for index in self.plan.moving})
+        leaves = self.leaves_of(self.plan.moving, args)
         put_hooks(leaves.originals, leaves.inputs)
         self.moving_trees = leaves.trees
         args = tuple([self.moving_trees.get(index, arg) for index, arg in enumerate(args)])
@@ -433,7 +433,7 @@ class Window(ExitStack):
         if ON and (is_changed or self.own is not None or self.visits is not None):
             unchanged.check(self)
         if self.unreached and not self.gradient.reached:
-            raise self.gradient.unreached(self.plan.count, self.backend)
+            raise self.gradient.unreached(self.plan.count)
 
     def result(self) -> Tree:
         """The normalised result, in the structure of grad_fn's output."""
