@@ -8,7 +8,7 @@ from typing import Any, overload
 
 from funcga._backend import Arrays, Backend
 from funcga._backend.dispatch import backend_of, import_backends
-from funcga._call import KnownGradient, Memory
+from funcga._call import Memory
 from funcga._call.arguments import argument_names
 from funcga._fold import as_number, check_quantity
 from funcga._types import Array, GradFn, LossFn, P, R, Scalar, Tree
@@ -31,7 +31,7 @@ def evaluations() -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class GradientFunction(KnownGradient):
+class GradientFunction:
     """A gradient function in the framework of its arguments. Made by `grad` and
     `value_and_grad`.
     """

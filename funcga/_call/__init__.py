@@ -45,15 +45,7 @@ class Options(TypedDict, total=False):
     drop_if: DropTest | None
 
 
-class KnownGradient:
-    """A gradient function that says where the gradient is in what it returns."""
-
-    def gradient_in(self, value: Tree) -> Tree:
-        """The part of a value of it that is the gradient."""
-        raise NotImplementedError
-
-
-class OwningGradient(KnownGradient):
+class OwningGradient:
     """A gradient function that brings parameters of its own: all of its arguments are split,
     unless in_axes says.
     """
@@ -349,7 +341,7 @@ def _layers(grad_fn: GradFn) -> Iterator[GradFn]:
         else:
             # From the instance, where functools.wraps sets it: a gradient function has a
             # property of this name.
-            layer = vars(layer).get("__wrapped__") if hasattr(layer, "__dict__") else None
+            layer = getattr(layer, "__dict__", {}).get("__wrapped__")
 
 
 def step_program(step: object) -> Program | None:

@@ -6,7 +6,7 @@ Design note: docs/concepts/inside_multi_steps.md.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial, reduce
@@ -51,7 +51,8 @@ class MultiStepsState(NamedTuple):
         offered: How many micro-batches have come since then, folded or not.
         updates: How many updates there have been.
         updated: Whether the last call was one.
-        dropped: How many micro-batches and windows have been dropped.
+        dropped: How many micro-batches and windows have been dropped, up to the last window that
+            has ended.
         observed: What the observers of `observe=` have said of the last update's window; NaN before
             the first, or 0 under jax_debug_nans, which allows no NaN. Empty without observers.
 
@@ -146,7 +147,7 @@ class MultiSteps(Transform):
         """
         update = self.update
         backend = backend_of_state(state)
-        with update.telling(backend):
+        with backend.states.telling(update.across, update.memory):
             _check_extra(extra)
             if params is not None:
                 params, _ = update.opened(state, backend).matched(params, "params")
@@ -358,7 +359,7 @@ class MultiStepsUpdate(UpdateFunction):
                     "gradients are to become one gradient. Fold them with funcga.mean(), "
                     "funcga.per_weight() or funcga.sum()."
                 )
-        window = nothing._replace(replicas=self._replicas(backend)).packed(is_empty=True)
+        window = nothing._replace(replicas=self.replicas(backend)).packed(is_empty=True)
         counts, dropped = (zero(), zero(), arrays.as_array(False)), Dropped(zero(), zero())
         return MultiStepsState(self.tx.init(wide), window, *counts, dropped, observed)
 
@@ -380,7 +381,8 @@ class MultiStepsUpdate(UpdateFunction):
         weight, arrays, n = extra.pop("weight", 1), backend.arrays, self.n
         full = state.offered + 1 >= n if type(n) is int else self._is_last(state, arrays)
         tells = self.across is not None and arrays.scalar(full) is True
-        with self.telling(backend) if tells else nullcontext():
+        telling = backend.states.telling(self.across, self.memory) if tells else nullcontext()
+        with telling:
             if extra:
                 _check_extra(extra)
             before = self.opened(state, backend)
@@ -463,7 +465,13 @@ class MultiStepsUpdate(UpdateFunction):
         merged, keep, dropped = window, has_any, state.dropped
         if window.replicas is not None:
             merged, spent = states.merged(window, self.memory, state.updates, spent), True
-            _check_not_empty(merged, arrays)
+            count = arrays.scalar(merged.tally.steps + merged.rejected)
+            if not arrays.is_array(count) and count == 0:  # on all replicas
+                raise FuncgaError(
+                    "the window is empty on every replica: none has accumulated anything since the "
+                    "last update, so there is nothing to flush. Flush once for each window that "
+                    "some replica has a micro-batch of: one that has none adds nothing."
+                )
         if self.skip is not None:
             steps, rejected = arrays.scalar(merged.tally.steps), merged.rejected
             keep, dropped = self.skip.at_the_end(dropped, steps, rejected, arrays)
@@ -502,9 +510,8 @@ class MultiStepsUpdate(UpdateFunction):
 
     def opened(self, state: MultiStepsState, backend: Backend) -> Accumulation:
         """The window of a state, of this replica."""
-        window, replicas = state.window, None
-        if self.across is not None:
-            replicas = self._replicas(backend)
+        window = state.window
+        replicas = None if self.across is None else self.replicas(backend)
         # Without replicas the window is whole.
         if replicas is None and isinstance(window.part, tuple):
             return self.folding.opened(window, backend)
@@ -516,15 +523,7 @@ class MultiStepsUpdate(UpdateFunction):
             parts = [empty(whole.outputs, backend.states.emptied(whole))]
         return reduce(Accumulation.merge, parts)._replace(replicas=replicas)
 
-    def telling(self, backend: Backend) -> AbstractContextManager[object]:
-        """The context of a call that ends a window, in which other processes, which wait for its
-        merge, are told of an error.
-        """
-        if self.across is None:
-            return nullcontext()
-        return backend.states.telling(self.across, self.memory)
-
-    def _replicas(self, backend: Backend) -> Any:
+    def replicas(self, backend: Backend) -> Any:
         """The replicas of `across=`, if it was given."""
         return None if self.across is None else backend.replicas.replicas_of(self.across)
 
@@ -543,17 +542,6 @@ def with_others(after: Tree, params: Tree, backend: Backend) -> Tree:
 # -- what is refused
 
 
-def _check_not_empty(merged: Accumulation, arrays: Arrays) -> None:
-    """Raises FuncgaError, on all replicas, if the host sees that none has added anything."""
-    count = arrays.scalar(merged.tally.steps + merged.rejected)
-    if not arrays.is_array(count) and count == 0:
-        raise FuncgaError(
-            "the window is empty on every replica: none has accumulated anything since the last "
-            "update, so there is nothing to flush. Flush once for each window that some replica "
-            "has a micro-batch of: one that has none adds nothing."
-        )
-
-
 def _check_extra(extra: dict[str, Any]) -> None:
     """Raises FuncgaError for a misspelled `weight`, which a transform with **kwargs would
     ignore.
@@ -569,12 +557,6 @@ def _check_extra(extra: dict[str, Any]) -> None:
 
 def backend_of_state(state: MultiStepsState) -> Backend:
     """The backend that owns a state, by one of its leaves."""
-    if not isinstance(state, MultiStepsState):
-        raise FuncgaError(
-            f"the state is of type {type(state).__name__}, and this transform's is a "
-            "funcga.transforms.MultiStepsState: what init and update return, or of an optax.chain "
-            "the part of its state that is this transform's, state[0]."
-        )
     return backend_of([state.offered], lambda: ["state"])
 
 
