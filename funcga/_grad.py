@@ -78,10 +78,8 @@ class GradientFunction:
             arg_indices = self.arg_indices(len(args))
             if counts:
                 _EVALUATIONS.count += 1
-            scale = None
-            if self.scaled:
-                # Read outside of the transform, in which the host sees no numbers.
-                scale, kwargs = self.read_scale(kwargs, backend)
+            # Read outside of the transform, in which the host sees no numbers.
+            scale, kwargs = self.read_scale(kwargs, backend)
 
             @functools.wraps(self.loss_fn, updated=())
             def objective(*args: Any, **kwargs: Any) -> tuple[Array, tuple[Array, Tree]]:

@@ -546,8 +546,6 @@ def _check_extra(extra: dict[str, Any]) -> None:
     """Raises FuncgaError for a misspelled `weight`, which a transform with **kwargs would
     ignore.
     """
-    if not extra:
-        return
     names = [name for name in extra if name != "weight_decay"]
     for name in get_close_matches("weight", names, cutoff=0.75):
         raise FuncgaError(
