@@ -174,9 +174,6 @@ GIVEN = {
     "a batch": (streamed(lambda x: x), "one batch, not an iterable of micro-batches. Split it with funcga.accumulate(grad_fn, n)"),
     "a batch in a dict": (streamed(lambda x: {"x": x}), "microbatches is of type dict: one batch, not an iterable of micro-batches."),
     "another shape in a stream": (lambda kit, x: lambda: stream(lambda b: b, in_axes=0)([x, x[:3]]), "grad_fn returned"),
-    "no state": (lambda kit, x: lambda: funcga.Accumulator().update(None, x),
-        "Start with state = accumulator.init(like) and pass on what update and merge return."),
-    "a value as a state": (lambda kit, x: lambda: funcga.Accumulator().finalize(x), "Start with state = accumulator.init(like)"),
 }  # fmt: skip
 
 
@@ -192,6 +189,10 @@ THEIRS = {
     "an output that is no array": (folded(lambda x: (x.sum(), "a")), (TypeError, ValueError), "str"),
     "a stream of a number": (streamed(lambda x: 3), TypeError, "not iterable"),
     "no arguments": (lambda kit, x: lambda: stream(of_batch)(), ValueError, "not enough values"),
+    "no state": (lambda kit, x: lambda: funcga.Accumulator().update(None, x), AttributeError, "tally"),
+    "a value as a state": (lambda kit, x: lambda: funcga.Accumulator().finalize(x), AttributeError, "tally"),
+    "parts of a fold": (folded(lambda x: x.sum(), funcga.Fold(funcga.reducers.concat, None)), AttributeError, "monoid|reducer|axis"),
+    "weights of nothing": (streamed(lambda x: [x], in_axes=(None, None), weight=lambda x: 1), TypeError, "missing 1 required"),
 }  # fmt: skip
 
 

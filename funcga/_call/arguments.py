@@ -129,13 +129,8 @@ class Arguments:
         if not all(map(_is_list, lists)):
             return  # another array has these rows
         for examples in lists:
-            leaves = [leaf for leaf in flatten(examples)[0] if leaf is not None]
-            if len(examples) < 2 or len({(leaf.dtype, len(leaf.shape)) for leaf in leaves}) != 1:
-                continue  # they are not alike
-            # A DataLoader makes its argument a list of the parts of a batch, alike or not.
             is_argument = any(examples is part.value for part in split)
-            are_many = 1 < rows < len(examples) and len(leaves[0].shape) > 2
-            if are_many or not is_argument:
+            if _are_examples(len(examples), flatten(examples)[0], rows, is_argument):
                 raise FuncgaError(
                     f"a list of {len(examples)} arrays is split: axis 0 of each would be taken for "
                     "the rows, and these look like examples. If they are, stack them, or stream "
@@ -259,6 +254,14 @@ def _axes_below(axis: Tree, arg: Tree, leaves: int, trees: Trees, name: str) -> 
 
 def _is_list(node: object) -> bool:
     return type(node) is list
+
+
+def _are_examples(count: int, leaves: list[Array], rows: int, is_argument: bool) -> bool:
+    """Whether a list of so many arrays, or trees of them, looks like one of examples."""
+    are_alike = len({(leaf.dtype, len(leaf.shape)) for leaf in leaves if leaf is not None}) == 1
+    # A DataLoader makes its argument a list of the parts of a batch, which may be alike, too.
+    is_long = 1 < rows < count and len(leaves[0].shape) > 2
+    return are_alike and count > 1 and (is_long or not is_argument)
 
 
 def _is_axis(value: object) -> bool:

@@ -140,10 +140,8 @@ class Accumulation(NamedTuple):
         # The sums of an empty window may have no memory yet.
         steps, unit = arrays.scalar(self.tally.steps), unit_of(total, arrays)
         donate = donate and isinstance(steps, int) and steps > 0
-        window, known, share = self, arrays.scalar(self.unit), number / unit
-        if not (type(known) is type(unit) is float and known == unit):  # seldom
-            window = self.in_unit(unit, donate)
-            # Sums that were rescaled have memory of their own.
+        window, share = self.in_unit(unit, donate), number / unit
+        if window is not self:  # sums that were rescaled have memory of their own
             pairs = zip(self.accumulators, window.accumulators, strict=True)
             donate = donate or not any(old is new is not None for old, new in pairs)
         weights = [share if fold is not None and fold.is_mean else weight for fold in folds]
@@ -156,6 +154,8 @@ class Accumulation(NamedTuple):
         arrays, states = self.outputs.backend.arrays, self.outputs.backend.states
         factor = arrays.scalar(self.unit) / unit
         if isinstance(factor, float):
+            if factor == 1:  # the usual case
+                return self
             unit = arrays.addends(unit, len(self.tally.weight) == 1)[0]
         weight = self.total
         if isinstance(weight, float) and not weight:  # a sum of nothing is 0 in every unit
@@ -241,19 +241,22 @@ class Accumulation(NamedTuple):
                 or (leaf.shape == accumulator.shape and leaf.dtype == accumulator.dtype)
             ):
                 continue
-            fold, is_param = outputs.folds[leaf_index], name == "params"
             if isinstance(leaf, int | float | complex):
                 leaf = leaves[leaf_index] = arrays.as_array(leaf)
-            if fold is None or not arrays.is_array(leaf):
-                fits = is_param and fold is None
-            else:
-                # Where a value is not added as it is, what becomes of it is compared.
-                same_kind = arrays.kind(leaf.dtype) == arrays.kind(outputs.dtypes[leaf_index])
-                same_shape = any(part.shape == leaf.shape for part in parts_of(accumulator))
-                fits = (is_param or same_kind) and (same_shape or not (is_param or fold.adds))
-            if not fits:
+            if not self._fits(self.outputs.before + leaf_index, leaf, name == "params"):
                 raise self._unfit(self.outputs.before + leaf_index, leaf, name)
         return tree, leaves
+
+    def _fits(self, leaf_index: int, leaf: Any, is_param: bool) -> bool:
+        """Whether a leaf belongs to an accumulator."""
+        fold, arrays = self.outputs.folds[leaf_index], self.outputs.backend.arrays
+        if fold is None or not arrays.is_array(leaf):
+            return is_param and fold is None
+        # Where a value is not added as it is, what becomes of it is compared.
+        kinds = [arrays.kind(dtype) for dtype in (leaf.dtype, self.outputs.dtypes[leaf_index])]
+        held = parts_of(self.accumulators[leaf_index])
+        has_shape = any(part.shape == leaf.shape for part in held)
+        return has_shape if is_param else kinds[0] == kinds[1] and (has_shape or not fold.adds)
 
     def _in_order(self, tree: Tree, name: str) -> tuple[Tree, list[Any]]:
         """A tree and its leaves in the order of their accumulators."""

@@ -9,6 +9,7 @@ from funcga._backend import Backend
 from funcga._backend.dispatch import backend_of
 from funcga._transform import Traits, Transform, takes_weight, wrapped_transform
 from funcga._types import Scalar, Tree
+from funcga.errors import FuncgaError
 
 
 class UpdateFunction:
@@ -104,6 +105,11 @@ def apply(
         >>> params
         {'w': tensor([0.5000, 0.5000])}
     """
+    if params is None:
+        raise FuncgaError(
+            "params are None, and apply returns what becomes of them: params, state = "
+            "funcga.transforms.apply(tx, grads, state, params)."
+        )
     is_known = isinstance(getattr(tx, "update", None), UpdateFunction)
     read = tx if is_known else wrapped_transform(tx)
     return updated(read, donate, donate, grads, state, params, extra)

@@ -6,7 +6,7 @@ Design note: docs/concepts/inside_multi_steps.md.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial, reduce
@@ -146,9 +146,9 @@ class MultiSteps(Transform):
             >>> updates, state = tx.flush(state, params)
         """
         update = self.update
-        backend = backend_of_state(state)
-        with backend.states.telling(update.across, update.memory):
+        with update.telling():
             _check_extra(extra)
+            backend = backend_of_state(state)
             if params is not None:
                 params, _ = update.opened(state, backend).matched(params, "params")
             offered = backend.arrays.scalar(state.offered)
@@ -381,8 +381,7 @@ class MultiStepsUpdate(UpdateFunction):
         weight, arrays, n = extra.pop("weight", 1), backend.arrays, self.n
         full = state.offered + 1 >= n if type(n) is int else self._is_last(state, arrays)
         tells = self.across is not None and arrays.scalar(full) is True
-        telling = backend.states.telling(self.across, self.memory) if tells else nullcontext()
-        with telling:
+        with self.telling() if tells else nullcontext():
             if extra:
                 _check_extra(extra)
             before = self.opened(state, backend)
@@ -465,13 +464,7 @@ class MultiStepsUpdate(UpdateFunction):
         merged, keep, dropped = window, has_any, state.dropped
         if window.replicas is not None:
             merged, spent = states.merged(window, self.memory, state.updates, spent), True
-            count = arrays.scalar(merged.tally.steps + merged.rejected)
-            if not arrays.is_array(count) and count == 0:  # on all replicas
-                raise FuncgaError(
-                    "the window is empty on every replica: none has accumulated anything since the "
-                    "last update, so there is nothing to flush. Flush once for each window that "
-                    "some replica has a micro-batch of: one that has none adds nothing."
-                )
+            _check_not_empty(merged, arrays)
         if self.skip is not None:
             steps, rejected = arrays.scalar(merged.tally.steps), merged.rejected
             keep, dropped = self.skip.at_the_end(dropped, steps, rejected, arrays)
@@ -523,6 +516,15 @@ class MultiStepsUpdate(UpdateFunction):
             parts = [empty(whole.outputs, backend.states.emptied(whole))]
         return reduce(Accumulation.merge, parts)._replace(replicas=replicas)
 
+    def telling(self) -> AbstractContextManager[object]:
+        """The context of a call that ends a window, in which other processes, which wait for its
+        merge, are told of an error.
+        """
+        stack = ExitStack()
+        for backend in load_imported() if self.across is not None else ():
+            stack.enter_context(backend.states.telling(self.across, self.memory))
+        return stack
+
     def replicas(self, backend: Backend) -> Any:
         """The replicas of `across=`, if it was given."""
         return None if self.across is None else backend.replicas.replicas_of(self.across)
@@ -542,6 +544,17 @@ def with_others(after: Tree, params: Tree, backend: Backend) -> Tree:
 # -- what is refused
 
 
+def _check_not_empty(merged: Accumulation, arrays: Arrays) -> None:
+    """Raises FuncgaError, on all replicas, if the host sees that none has added anything."""
+    count = arrays.scalar(merged.tally.steps + merged.rejected)
+    if not arrays.is_array(count) and count == 0:
+        raise FuncgaError(
+            "the window is empty on every replica: none has accumulated anything since the last "
+            "update, so there is nothing to flush. Flush once for each window that some replica "
+            "has a micro-batch of: one that has none adds nothing."
+        )
+
+
 def _check_extra(extra: dict[str, Any]) -> None:
     """Raises FuncgaError for a misspelled `weight`, which a transform with **kwargs would
     ignore.
@@ -555,6 +568,12 @@ def _check_extra(extra: dict[str, Any]) -> None:
 
 def backend_of_state(state: MultiStepsState) -> Backend:
     """The backend that owns a state, by one of its leaves."""
+    if not isinstance(state, MultiStepsState):
+        raise FuncgaError(
+            f"the state is of type {type(state).__name__}, and this transform's is a "
+            "funcga.transforms.MultiStepsState: what init and update return, or of an optax.chain "
+            "the part of its state that is this transform's, state[0]."
+        )
     return backend_of([state.offered], lambda: ["state"])
 
 

@@ -11,6 +11,7 @@ import torch_backend
 from funcga.transforms import Transform
 from tests.kits import JAX, TORCH
 from tests.problems import rng
+from tests.test_errors import check_refused
 
 # optax's own code promotes dtypes
 standard = pytest.mark.usefixtures("as_users_write_it")
@@ -115,7 +116,9 @@ def test_in_jax_nothing_is_given_away_but_by_jit():
 
 def test_what_cannot_be():
     params, tx = JAX.arrays(tree(0)), optax.sgd(0.1)
-    with pytest.raises(ValueError, match="None"):
-        funcga.transforms.apply(tx, params, tx.init(params), None)
+    check_refused(
+        "params are None, and apply returns what becomes of them: params, state = funcga.transforms.apply(tx, grads, state, params).",
+        lambda: funcga.transforms.apply(tx, params, tx.init(params), None),
+    )
     with pytest.raises(AttributeError, match="update"):
         funcga.transforms.apply(3, params, (), params)

@@ -46,7 +46,8 @@ class _Step:
         arguments = job.program.read(args, backend)
         arg_indices = job.arg_indices(arguments)
         params = [args[arg_index] for arg_index in arg_indices]
-        trees.check_trained(params)
+        if checks := trees.nnx():
+            checks.check_trained(params)
         rows = arguments.rows()
         sizes = groups(rows, job.program.n, job.program.microbatch_size)
         # The first pass: the summaries. With one micro-batch, XLA merges both passes.

@@ -9,9 +9,9 @@ from funcga._call import Memory, Program
 from funcga._fold import LeafFold, as_number
 from funcga._fold.accumulator import Accumulation
 from funcga._fold.outputs import Outputs
-from funcga._tools import load
 from funcga._types import Array, DropTest, Scalar, Tree
 from funcga.errors import FuncgaError
+from funcga.tools.finite import finite
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,7 @@ class Dropping:
             return True
         # If the host sees the answer, it is a bool, and nothing is computed for what is dropped.
         if self.test is None:
-            finite = load(f"finite.in_{backend.name}", "drop=").finite
-            keep = arrays.scalar(finite(leaves))
+            keep = arrays.scalar(finite(leaves, backend))
         else:
             drop = _as_bool(self.test(value), arrays)
             keep = arrays.xp.logical_not(drop) if arrays.is_array(drop) else not drop
