@@ -20,14 +20,6 @@ class FuncgaError(ValueError):
     """
 
 
-def no_device(name: object, framework: str, devices: list[str]) -> FuncgaError:
-    """The error for a device that a framework does not have here."""
-    return FuncgaError(
-        f"device={str(name)!r} is none that {framework} has here; it has "
-        f"{', '.join(map(repr, devices))}."
-    )
-
-
 def similar(name: object, names: Iterable[str]) -> str:
     """A hint at the one of `names` that is most like this name, " (`name`?)", to stand behind
     it; "" if none is.

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from funcga._fold import Tally, two_sum
 from funcga._types import Array, Dtype, Scalar, Tree
-from funcga.errors import no_device
+from funcga.errors import FuncgaError
 from jax_backend import _private
 
 if TYPE_CHECKING:
@@ -66,10 +66,13 @@ _KINDS = {
 
 
 def as_dtype(dtype: Dtype) -> Dtype:
-    """The dtype of this name; TypeError if the framework has none."""
+    """The dtype of this name; FuncgaError if the framework has none."""
     named = jnp.dtype(dtype)
     if named != jax.dtypes.canonicalize_dtype(named):
-        raise TypeError('64-bit types are switched off: jax.config.update("jax_enable_x64", True)')
+        raise FuncgaError(
+            f"{dtype!r} is no dtype of JAX here, as 64-bit types are switched off: "
+            'jax.config.update("jax_enable_x64", True).'
+        )
     return named
 
 
@@ -146,25 +149,6 @@ def addends(weight: Scalar, wide: bool) -> tuple[jax.Array, ...]:
         else jnp.zeros_like(weight)
     )
     return two_sum((weight - low).astype(jnp.float32), low.astype(jnp.float32))
-
-
-def device(name: object) -> jax.Device | jax.sharding.Sharding:
-    """The device of this name; FuncgaError, which says what there is, if there is none."""
-    if isinstance(name, jax.Device | jax.sharding.Sharding):
-        return name
-    platform, _, index = str(name).partition(":")
-    try:
-        return jax.local_devices(backend=platform)[int(index or 0)]
-    except (IndexError, RuntimeError, ValueError) as error:
-        raise no_device(name, "JAX", devices()) from error
-
-
-def devices() -> list[str]:
-    """The names of the devices that there are."""
-    kinds = sorted({"cpu", *(device.platform for device in jax.local_devices())})
-    return [
-        f"{kind}:{index}" for kind in kinds for index in range(len(jax.local_devices(backend=kind)))
-    ]
 
 
 def owned(array: jax.Array, others: Sequence[jax.Array]) -> jax.Array:

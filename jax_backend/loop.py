@@ -544,7 +544,9 @@ def moved(items: Iterator[Args], device: object) -> Iterator[Args]:
     """The items of a stream with their arrays on a device, each copied while the one before it is
     computed with.
     """
-    to = arrays.device(device)
+    to: Any = device
+    if isinstance(device, str):  # JAX itself has no names for devices
+        to = load("trees.in_jax", f"device={device!r}").device(device)
 
     def put(item: Args) -> Args:
         static, leaves = partition(item)

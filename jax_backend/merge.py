@@ -59,25 +59,24 @@ def merge(outputs: Outputs, folded: Folded, replicas: Replicas) -> Folded:
     ]
     total = _merge_tally(collectives, folded.total)
     # Replicas have the rows of a batch in order, so its final state is that of the last replica.
-    state = [collectives.last(leaf) for leaf in folded.state]
-    collected = [collectives.gather(leaf) for leaf in folded.collected]
+    state = _each(collectives.last, folded.state)
+    collected = _each(collectives.gather, folded.collected)
     rejected = None
     if folded.rejected is not None:  # a count, sent as a float, with the weights
         rejected = collectives.sum(folded.rejected.astype(folded.total.weight[0].dtype))
-    state_before = [collectives.last(leaf) for leaf in folded.state_before]
+    state_before = _each(collectives.last, folded.state_before)
     collectives.run()
     rows = [
-        sharding.concatenated(later(), fold.axis or 0)
-        for fold, later in zip(outputs.collected_folds, collected, strict=True)
+        sharding.concatenated(gathered, fold.axis or 0)
+        for fold, gathered in zip(outputs.collected_folds, collected(), strict=True)
     ]
-    return Folded(
-        [later() for later in reduced],
-        total(),
-        [later() for later in state],
-        rows,
-        folded.unit,
-        None if rejected is None else rejected().astype(jnp.int32),
-        [later() for later in state_before],
+    return folded._replace(
+        reduced=[later() for later in reduced],
+        total=total(),
+        state=state(),
+        collected=rows,
+        rejected=None if rejected is None else rejected().astype(jnp.int32),
+        state_before=state_before(),
     )
 
 

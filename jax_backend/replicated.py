@@ -202,8 +202,6 @@ def _explained(mapped: Callable[..., Tree], placed: list[Tree], names: tuple[str
     """The result of the mapped step; errors of JAX about varying results say what to write."""
     try:
         return mapped(placed)
-    except FuncgaError:
-        raise
     # Recognised by their text, as JAX has no types for these errors.
     except ValueError as error:
         if "require replication" not in str(error):

@@ -391,7 +391,7 @@ MISTAKES = {
     "another weight": ((TORCH,), case(token_mean, without=("labels", "lengths"), weight=lambda b: (b["mask"][:, 1:]).sum()), ["wrong weight"], "weight=lambda batch: batch['mask'].sum()"),
     "a weight that is 0": ((TORCH,), case(token_mean, without=("labels", "lengths"), weight=lambda b: (b["mask"] == -100).sum()), ["wrong weight"], "verify again without weight="),
     "L2 in a sum": ((TORCH,), case(lambda p, b: token_sum(p, b) + 0.1 * penalty(p), **COUNTED), ["regulariser"], """totals=lambda b: {"one": 1}. The loss takes them, def loss_fn(p, b, *, totals)"""),
-    "token mean and row mean": ((TORCH,), case(lambda p, b: token_mean(p, b) + ((b["x"].sum(1) @ p["w"]) ** 2).mean(), weight=count_mask), ["other normaliser"], """totals=lambda b: {"rows": len(b['x']), "tokens": b['mask'].sum()}, fold=funcga.sum()"""),
+    "token mean and row mean": ((TORCH,), case(lambda p, b: token_mean(p, b) + ((b["x"].sum(1) @ p["w"]) ** 2).mean(), weight=count_mask), ["other normaliser"], """totals=lambda b: {"rows": len(b['x']), "items": b['mask'].sum()}, fold=funcga.sum()"""),
     "sum and mean": ((TORCH,), case(lambda p, b: token_sum(p, b) + row_mean(p, b), **COUNTED), ["other normaliser"], "funcga.sum()"),
     "load balancing": ((TORCH,), two_args(load_balancing), ["batch statistics"], "funcga.coupled(lambda params, x, y: means, lambda params, s: loss, n=8, fold=funcga.mean())"),
     "batch normalisation": ((TORCH,), two_args(batch_normal), ["batch statistics"], "LayerNorm"),

@@ -148,14 +148,15 @@ GIVEN = {
     "a fold by name": (folded(TWO, "mean"), "fold= is no Fold, and the tree of folds is no prefix"),
     "a fold that is not called": (folded(TWO, funcga.mean), "at output it has function, and there is"),
     "integers": (lambda kit, x: folded(count(kit))(kit, x), "output[1]['correct'] is int32[], and the fold `weighted, "
-        "by_weight` is not defined for int values. Count it with funcga.sum(), in a tree of folds such as fold=((funcga.mean(), funcga.sum()), "
-        'funcga.mean()); or average it in floats: funcga.mean(dtype="float32").'),
+        "by_weight` is not defined for int values. Give it a fold of its own, as in fold={'w': funcga.mean(), 'count': funcga.sum()}: "
+        "integers are averaged by funcga.mean(dtype='float32'), and a random key is threaded by funcga.carry(). Or leave it out, None "
+        "in its place."),
     "bools": (folded(lambda x: x.sum() > 0), "output is bool[], and the fold `weighted, by_weight` is not defined for bool values."),
-    "integers by weight": (lambda kit, x: folded(count(kit), funcga.per_weight())(kit, x), "is not defined for int values. Count it with"),
+    "integers by weight": (lambda kit, x: folded(count(kit), funcga.per_weight())(kit, x), "is not defined for int values. Give it a fold"),
     "complex extremes": (lambda kit, x: folded(lambda x: kit.cast(x[0], "complex64"), funcga.max())(kit, x),
         "output is complex64[2], and the fold `max, identity` is not defined for complex values."),
-    "an unknown dtype": (lambda kit, x: folded(summed, funcga.mean(dtype=object() if kit.name == "jax" else "float23"))(kit, x),
-        "the fold asks for dtype"),
+    "an unknown dtype": (lambda kit, x: folded(summed, funcga.mean(dtype="float64" if kit.name == "jax" else "float23"))(kit, x),
+        "is no dtype of"),
     "rows of a scalar": (folded(summed, funcga.concat()), "output is float32[]: it has no axis 0 for concat(axis=0) to collect"),
     "a row for each example": (folded(lambda x: x, n=5), "fold what has a row for each example with funcga.concat()"),
     "another shape": (folded(lambda x: x, n=5), "grad_fn returned output as float32[1, 2] for"),
@@ -300,7 +301,7 @@ def test_another_structure_for_another_microbatch():
 
 def test_64_bits(kit):
     step = accumulate(summed, 2, in_axes=0, fold=funcga.mean(dtype="float64"))
-    text = "the fold asks for dtype 'float64', which the framework of this call does not have (64-bit types are"
+    text = "'float64' is no dtype of JAX here, as 64-bit types are switched off"
     assert 'jax.config.update("jax_enable_x64", True)' in check_refused(text, step, funcga.to_jax(X))
     value = kit.arrays(X)
     with jax.enable_x64(True):

@@ -276,10 +276,9 @@ def values_in_a_window(group: ParamGroup) -> list[tuple[Any, str, object]]:
     empty: of a group, and of each parameter. From torch 2.15 on those of parameters are the `.grad`
     of the unsharded ones.
     """
-    reduced = "reduce_grads", "all_reduce_grads", "reduce_scatter_unused_params"
     others = "gradient_divide_factor", "_partial_reduce_output"
-    values: list[tuple[Any, str, object]] = [(group, name, True) for name in reduced]
-    values += [(group, name, None) for name in others]
+    values: list[tuple[Any, str, object]] = [(group, name, None) for name in others]
+    values.append((group, "reduce_scatter_unused_params", True))
     if hasattr(group, _OUTER_LAYOUT):
         values.append((group, _OUTER_LAYOUT, {}))
     params = [] if holds_sums_in_grad(group) else group.fsdp_params
@@ -316,9 +315,14 @@ def waiting_sums(group: ParamGroup) -> list[torch.Tensor | None]:
     return [getattr(param, _SUM, None) for param in group.fsdp_params]
 
 
-def last_backward_flag(module: Any) -> tuple[Any, str, bool]:
+def sync_flags(group: ParamGroup, scatters: bool, all_reduces: bool) -> list[tuple[Any, str, bool]]:
+    """What set_requires_gradient_sync and set_requires_all_reduce set, as (object, name, value)."""
+    return [(group, "reduce_grads", scatters), (group, "all_reduce_grads", all_reduces)]
+
+
+def last_backward_flag(module: Any, is_last: bool) -> tuple[Any, str, bool]:
     """The attribute that set_is_last_backward sets, as (object, name, value)."""
-    return module._get_fsdp_state()._state_ctx, "is_last_backward", True
+    return module._get_fsdp_state()._state_ctx, "is_last_backward", is_last
 
 
 def reset_fsdp2(module: Any) -> None:

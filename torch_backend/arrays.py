@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from funcga._fold import Tally
 from funcga._types import Dtype, Scalar
+from funcga.errors import FuncgaError
 from torch_backend import _private
 from torch_backend.dtensor import (
     as_dtensor,
@@ -72,10 +73,10 @@ def kind(dtype: torch.dtype) -> str:
 
 
 def as_dtype(dtype: Dtype) -> torch.dtype:
-    """The dtype of this name; TypeError if the framework has none."""
+    """The dtype of this name; FuncgaError if the framework has none."""
     named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(named, torch.dtype):
-        raise TypeError(f"torch has no dtype {dtype!r}")
+        raise FuncgaError(f"{dtype!r} is no dtype of torch. Give one by name: dtype='float32'.")
     return named
 
 

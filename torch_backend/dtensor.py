@@ -76,8 +76,6 @@ def without_partials(tensor: Any, like: Any = None) -> Any:
     """
     if isinstance(tensor, tuple):
         return tuple(map(without_partials, tensor))
-    if not is_dtensor(tensor):
-        return tensor
     return redistributed(tensor, spec_of(tensor if like is None else like))
 
 

@@ -26,7 +26,7 @@ def value_and_grad(
             check_unfrozen(args[arg_index], loss_fn, arg_index)
         leaves, structure = trees.flatten(tuple(args[arg_index] for arg_index in arg_indices))
         originals = [leaf for leaf in leaves if leaf is not None]
-        aux_seen: list[Any] = []  # the leaves of the aux, and its structure
+        aux_seen: Any = ()  # the leaves of the aux, and its structure
 
         # The loss as a function of its tensors alone: torch.func takes neither None nor numbers as
         # inputs, and returns nothing but tensors as aux.
@@ -34,39 +34,24 @@ def value_and_grad(
             put_hooks(originals, tensors)
             instead = dict(zip(arg_indices, in_place_of(leaves, tensors, structure), strict=True))
             given = [instead.get(arg_index, arg) for arg_index, arg in enumerate(args)]
+            nonlocal aux_seen
             loss, aux = loss_fn(*given, **kwargs)
-            aux_seen[:] = trees.flatten(aux)
+            aux_seen = trees.flatten(aux)
             return loss, [leaf for leaf in aux_seen[0] if arrays.is_array(leaf)]
 
         # torch.func differentiates without autograd's checkpoints and hooks. Inside of a loss that
         # autograd records, autograd takes this gradient too.
         recorded = is_recorded() and not torch.compiler.is_compiling()
         transform = _recorded if recorded else torch.func.grad_and_value
-        try:
-            grads, (loss, aux) = transform(loss_of_tensors, has_aux=True)(
-                [*map(arrays.as_array, originals)]
-            )
-        except RuntimeError as error:
-            # It raises plain RuntimeErrors, whose words tell what it does not support.
-            if _private.transforms() or not any(words in str(error) for words in _UNKNOWN_TO_FUNC):
-                raise
-            raise FuncgaError(
-                "loss_fn, or an argument, is what torch.func does not take, which a gradient "
-                "function runs on where an argument requires grad, so that what it returns has a "
-                "graph. Without one it runs on autograd, which takes checkpoints, saved-tensor "
-                "hooks, sparse and nested tensors: call it under torch.no_grad(), or give it "
-                "{name: p.detach() for name, p in params.items()}."
-            ) from error
-        tensors = iter(aux)
-        aux_leaves = [next(tensors) if arrays.is_array(leaf) else leaf for leaf in aux_seen[0]]
-        return (loss, trees.unflatten(aux_seen[1], aux_leaves)), in_place_of(
-            leaves, grads, structure
-        )
+        tensors = [*map(arrays.as_array, originals)]
+        grads, (loss, aux) = transform(loss_of_tensors, has_aux=True)(tensors)
+        remaining = iter(aux)
+        aux_leaves, aux_structure = aux_seen
+        aux_leaves = [next(remaining) if arrays.is_array(leaf) else leaf for leaf in aux_leaves]
+        value = loss, trees.unflatten(aux_structure, aux_leaves)
+        return value, in_place_of(leaves, grads, structure)
 
     return value_first
-
-
-_UNKNOWN_TO_FUNC = "functorch transform", "saved tensor hooks", "doesn't have storage", "strides"
 
 
 def in_place_of(leaves: list[Any], tensors: Sequence[torch.Tensor], structure: Structure) -> Tree:

@@ -75,14 +75,8 @@ def reach(loss: torch.Tensor, own_ids: Collection[int]) -> Reached:
     leaves = [node.variable for node in nodes if type(node) is AccumulateGrad]  # type: ignore[attr-defined]
     foreign = [leaf for leaf in leaves if id(leaf) not in own_ids]
     kinds = {*map(type, nodes)}
-    custom = any(issubclass(kind, BackwardCFunction) and _may_run_a_pass(kind) for kind in kinds)
+    custom = any(issubclass(kind, BackwardCFunction) and _is_foreign(kind) for kind in kinds)
     return Reached(len(foreign) < len(leaves), foreign, custom)
-
-
-def _may_run_a_pass(kind: type) -> bool:
-    """False for a graph that torch.compile has compiled."""
-    module: str = kind._forward_cls.__module__  # type: ignore[attr-defined]
-    return not module.startswith("torch._functorch._aot_autograd.")
 
 
 # One backward pass: `run(loss, cotangent, leaves, on_host)` is restricted to these leaves, or

@@ -33,7 +33,6 @@ from torch_backend.engine.leaves import Own
 from torch_backend.engine.plan import Plan, Plans, call_key
 from torch_backend.engine.window import Window
 from torch_backend.modules.checks import check_not_wrapped, modules_in
-from torch_backend.modules.layers import Walk
 from torch_backend.prefetch import moved as moved
 from torch_backend.reduce import reductions_of
 from torch_backend.reduce.telling import telling as telling_windows
@@ -236,14 +235,10 @@ class Source:
         self.may_be_short = program.across is not None
         if isinstance(grad_fn, ModuleGradient):
             grad_fn.check_not_traced()
-            self.module = grad_fn.module
             if grad_fn.kind != MODULE:
                 self.wrapped, self.may_be_short = grad_fn, True
-                return
-            check_not_wrapped(grad_fn.module)
-            walk, self.gradient = program.memory.keep(Walk), grad_fn.parts
-            self.params = walk.trainable(self.module)
-            self.own = Own(self.module, self.params, walk)
+            self.own, self.gradient = grad_fn.own_in(program.memory), grad_fn.parts
+            self.module, self.params, _ = self.own
         elif isinstance(grad_fn, GradientFunction) and not arrays.in_transform():
             self.gradient = grad_fn
 
@@ -251,7 +246,7 @@ class Source:
         """A window for calls with arguments like these."""
         program, backend, gradient, own = self.program, self.backend, self.gradient, self.own
         if self.wrapped is not None:
-            return self.wrapped.window(program, backend, arguments)
+            return self.wrapped.window(program, backend, arguments, plan, own)
         if self.compiled is not None and gradient is not None and own is None:
             make = self.compiled.window_of(program, gradient)
             if make is not None:
@@ -463,7 +458,7 @@ def _given_up(program: Program, backend: Backend) -> AbstractContextManager[obje
     grad_fn, stack = program.grad_fn, ExitStack()
     if isinstance(grad_fn, ModuleGradient) and grad_fn.kind != MODULE:
         wrapped: Any = grad_fn
-        stack.enter_context(wrapped.window(program, backend, Arguments((), grad_fn, backend)))
+        stack.enter_context(wrapped.window(program, backend, Arguments((), grad_fn, backend), None))
     elif program.across is not None:
         reductions_of(program, backend)
     return stack

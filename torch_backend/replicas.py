@@ -265,8 +265,8 @@ def check_alike(descriptions: Sequence[dict[str, str] | None], problem: str, rem
     into the error, such as "fold different structures".
     """
     said = [(rank, each) for rank, each in enumerate(descriptions) if each is not None]
-    for rank, theirs in said[1:]:
-        first, expected = said[0]
+    (first, expected), *others = said
+    for rank, theirs in others:
         texts = [
             f"`{path}` is {expected.get(path, 'missing')} on rank {first} and "
             f"{theirs.get(path, 'missing')} on rank {rank}"

@@ -37,7 +37,7 @@ def add(
 
     Those that are equally weighted are added in one kernel.
     """
-    after, pure = [*window.accumulators], arrays.in_transform()
+    after, pure = dict(enumerate(window.accumulators)), arrays.in_transform()
     steps = arrays.scalar(window.tally.steps)
     is_first = isinstance(steps, int) and steps == 1
     groups: dict[Scalar, list[int]] = {}  # sums of dense tensors, by the factor of what is added
@@ -47,36 +47,46 @@ def add(
                 continue
             total, weight = after[index], weights[index]
             # Torch adds to the sum where both are dense, and the sum has as many bits.
-            is_added = fold.adds and not pure and type(value) is type(total) is torch.Tensor
-            if (
-                is_added
-                and value.layout is torch.strided
-                and torch.promote_types(value.dtype, total.dtype) is total.dtype
-            ):
+            is_dense = fold.adds and not pure and type(value) is type(total) is torch.Tensor
+            wide = torch.promote_types(value.dtype, total.dtype) if is_dense else None
+            if is_dense and value.layout is torch.strided and wide is total.dtype:
                 groups.setdefault(1 if fold.adds == "plain" else weight, []).append(index)
-                continue
-            value = value if pure else value.detach()
-            combined = window.combined(index, fold.lift(value, weight))
-            # A monoid of the user's may return its argument, whose memory belongs to grad_fn.
-            after[index] = combined.clone() if combined is value else combined
-        for factor, group in groups.items():
-            before, values = [after[index] for index in group], [leaves[index] for index in group]
-            if isinstance(factor, torch.Tensor):
-                values, factor = _weighed(values, before, factor), 1
-            added: Sequence[Any] = before
-            if not factor:  # adds nothing, not even a NaN
-                added = [*map(torch.zeros_like, before)] if is_first else before
-            elif is_first and not before[0].is_cpu and _dtypes(values) == _dtypes(before):
-                # On a device it is one kernel, where adding to zeros without memory is one for
-                # each.
-                added = torch._foreach_mul(values, factor)
-            elif donate:
-                torch._foreach_add_(before, values, alpha=factor)
             else:
-                added = torch._foreach_add(before, values, alpha=factor)
-            for index, total in zip(group, added, strict=True):
-                after[index] = total
-    return after
+                after[index] = _combined(window, index, value if pure else value.detach(), weight)
+        for factor, group in groups.items():
+            values = [leaves[index] for index in group]
+            totals = _added([after[index] for index in group], values, factor, is_first, donate)
+            after.update(zip(group, totals, strict=True))
+    return [*after.values()]
+
+
+def _combined(window: Accumulation, index: int, value: torch.Tensor, weight: Scalar) -> Reduced:
+    """The accumulator of a leaf that torch does not add to."""
+    fold: Any = window.outputs.folds[index]
+    combined = window.combined(index, fold.lift(value, weight))
+    # A monoid of the user's may return its argument, whose memory belongs to grad_fn.
+    return combined.clone() if combined is value else combined
+
+
+def _added(
+    before: list[torch.Tensor],
+    values: list[torch.Tensor],
+    factor: Scalar,
+    is_first: bool,
+    donate: bool,
+) -> Sequence[torch.Tensor]:
+    """The sums with factor * value added to each; in their memory if `donate`."""
+    if isinstance(factor, torch.Tensor):
+        values, factor = _weighed(values, before, factor), 1
+    if not factor:  # adds nothing, not even a NaN
+        return [*map(torch.zeros_like, before)] if is_first else before
+    if is_first and not before[0].is_cpu and _dtypes(values) == _dtypes(before):
+        # On a device it is one kernel, where adding to zeros without memory is one for each.
+        return torch._foreach_mul(values, factor)
+    if donate:
+        torch._foreach_add_(before, values, alpha=factor)
+        return before
+    return torch._foreach_add(before, values, alpha=factor)
 
 
 def _dtypes(tensors: Sequence[torch.Tensor]) -> list[torch.dtype]:

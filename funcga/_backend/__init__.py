@@ -77,7 +77,7 @@ class Arrays(Protocol):
         ...
 
     def as_dtype(self, dtype: Any) -> Dtype:
-        """The dtype of this name; TypeError if the framework has none."""
+        """The dtype of this name; FuncgaError if the framework has none."""
         ...
 
     def accumulator_dtype(self, dtype: Dtype) -> Dtype:

@@ -214,6 +214,8 @@ class LeafFold:
         if kind_of_result == "bool":
             # Bools are folded as ints, whose identity for a maximum is the lowest int.
             result = _each(lambda part: part > 0 if kind(part.dtype) == "int" else part, result)
+        if not isinstance(result, tuple):  # the usual case
+            return arrays.cast(result, self.result_dtype)
         return _each(lambda part: arrays.cast(part, self.result_dtype), result)
 
     def check_known(self, reduced: Reduced, tally: Tally, where: Callable[[], str]) -> list[Array]:
@@ -262,20 +264,23 @@ def largest(reduced: Reduced) -> Array:
     return reduced[axes.index(max(axes))]
 
 
-def bind(
-    fold: Fold, like: Array, where: Callable[[], str], arrays: Arrays, tree: str = "output"
-) -> LeafFold:
-    """The fold for a leaf of `like`'s dtype, at the path `where()` of an "output" or of "params".
+def bind(fold: Fold, like: Array, where: Callable[[], str], arrays: Arrays) -> LeafFold:
+    """The fold for a leaf of `like`'s dtype, at the path `where()`.
 
     Raises FuncgaError if the fold cannot take that dtype, or asks for one that the framework does
     not have.
     """
     reducer, normalizer = fold.reducer, fold.normalizer
-    accumulator_dtype = like.dtype if reducer.dtype is None else _named(reducer.dtype, arrays)
+    accumulator_dtype = like.dtype if reducer.dtype is None else arrays.as_dtype(reducer.dtype)
     # Both must support this kind: a mean of integers would have to be rounded.
     kind = arrays.kind(accumulator_dtype)
     if kind not in reducer.kinds or kind not in normalizer.kinds:
-        raise _unfit(where(), like, kind, arrays, tree, fold.name)
+        raise FuncgaError(
+            f"{where()} is {arrays.describe(like)}, and the fold `{fold.name}` is not defined for "
+            f"{kind} values. Give it a fold of its own, as in fold={{'w': funcga.mean(), 'count': "
+            "funcga.sum()}: integers are averaged by funcga.mean(dtype='float32'), and a random "
+            "key is threaded by funcga.carry(). Or leave it out, None in its place."
+        )
     # A dtype that the fold asks for is used; else sums get at least 32 bits, and a maximum keeps
     # its own.
     if reducer.dtype is None and reducer.monoid.widens:
@@ -303,7 +308,7 @@ def _result_dtype(fold: Fold, leaf_dtype: Dtype, accumulator_dtype: Dtype, array
     """The dtype of the result for leaves of the dtype `leaf_dtype`."""
     reducer, normalizer = fold.reducer, fold.normalizer
     if normalizer.dtype is not None:
-        return _named(normalizer.dtype, arrays)
+        return arrays.as_dtype(normalizer.dtype)
     if normalizer.wide:
         if arrays.kind(accumulator_dtype) != "int":
             return accumulator_dtype
@@ -334,39 +339,3 @@ def check_shape(fold: Fold, like: Array, where: Callable[[], str], arrays: Array
             "to collect along. Fold it with funcga.mean() or funcga.sum(), or return one value for "
             "each example."
         )
-
-
-def _named(dtype: Dtype, arrays: Arrays) -> Dtype:
-    try:
-        return arrays.as_dtype(dtype)
-    except TypeError as error:
-        raise FuncgaError(
-            f"the fold asks for dtype {dtype!r}, which the framework of this call does not have "
-            f"({error}). Give one "
-            'that it has by name, which both frameworks understand: funcga.mean(dtype="float32")'
-        ) from error
-
-
-def _unfit(path: str, like: Array, kind: str, arrays: Arrays, tree: str, name: str) -> FuncgaError:
-    if tree == "params":
-        instead = (
-            "Leave it out of the params that init and update get (None in its place, or "
-            "optax.masked around); or give it a fold of its own, as in "
-            'fold={"w": funcga.mean(), "count": funcga.sum()}.'
-        )
-    elif kind == "other":
-        instead = (
-            "Thread a random key by funcga.carry(), or collect keys by funcga.concat(). The "
-            "gradient of an integer is nothing: pass integers as another argument, whole, "
-            "in_axes=(None, None, 0)."
-        )
-    else:
-        instead = (
-            "Count it with funcga.sum(), in a tree of folds such as fold=((funcga.mean(), "
-            "funcga.sum()), funcga.mean()); or average it in floats: funcga.mean("
-            'dtype="float32").'
-        )
-    return FuncgaError(
-        f"{path} is {arrays.describe(like)}, and the fold `{name}` is not defined for {kind} "
-        f"values. {instead}"
-    )

@@ -264,7 +264,7 @@ def _leaf_folds(
             leaf = leaves[leaf_index] = as_leaf(leaf, where, backend)
         kind = id(fold), leaf.dtype
         if kind not in bound:
-            bound[kind] = bind(fold, leaf, where, backend.arrays, name)
+            bound[kind] = bind(fold, leaf, where, backend.arrays)
         folds.append(bound[kind])
         axis = fold.reducer.monoid.axis
         if shaped and (axis is not None or fold.reducer.stacked is not None):
@@ -283,6 +283,8 @@ def broadcast_folds(
 
     Raises FuncgaError if the tree of folds is no prefix of it.
     """
+    if isinstance(fold, Fold):  # the usual case: one for all leaves
+        return [PrefixValue(fold, name)] * leaves
     of = "what grad_fn returns" if name == "output" else f"the {name}"
     what = f"fold= is no Fold, and the tree of folds is no prefix of {of}"
     is_fold = lambda node: isinstance(node, Fold)

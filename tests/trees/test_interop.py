@@ -245,8 +245,8 @@ OUTSIDE = "A tensor inside of a torch.func transform or of torch.compile has non
         (to_numpy, donated, "float32[3], whose memory was donated or deleted; convert it before."),
         (to_jax, donated, "float32[3], whose memory was donated or deleted"),
         (to_torch, lambda: jax.ShapeDtypeStruct((3,), "float32"), "float32[3] of type ShapeDtypeStruct, a shape without numbers."),
-        (to_jax, lambda: torch.ones(2, device="meta"), "float32[2] on the meta device, where nothing has numbers."),
-        (to_numpy, lambda: torch.ones(2).to_sparse(), "a sparse tensor float32[2], or one of other parts; x.to_dense() is in one piece."),
+        (to_jax, lambda: torch.ones(2, device="meta"), "float32[2] without memory that can be read (Cannot copy out of meta tensor; no data!"),
+        (to_numpy, lambda: torch.ones(2).to_sparse(), "float32[2] without memory that can be read (can't convert Sparse layout tensor to numpy"),
         (to_jax, fake, f"float32[3] without memory that can be read (.numpy() is not supported for tensor subclasses). {OUTSIDE}"),
     ],
 )  # fmt: skip

@@ -20,11 +20,11 @@ def row_sum(params, batch):
 
 # For each the data, without some of it, and the sum of each term by what it is divided by.
 SEVERAL = {
-    "tokens and rows": ((), {"rows": row_sum, "tokens": mistakes.token_sum}),
-    "without labels": (("labels", "lengths"), {"rows": row_sum, "tokens": mistakes.token_sum}),
+    "tokens and rows": ((), {"rows": row_sum, "items": mistakes.token_sum}),
+    "without labels": (("labels", "lengths"), {"rows": row_sum, "items": mistakes.token_sum}),
     "a sum and rows": ((), {"rows": row_sum, "the": mistakes.token_sum}),
 }
-COUNTS = {"rows": lambda batch: len(batch["x"]), "tokens": lambda batch: batch["mask"].sum(), "the": lambda batch: 1}
+COUNTS = {"rows": lambda batch: len(batch["x"]), "items": lambda batch: batch["mask"].sum(), "the": lambda batch: 1}
 
 
 @pytest.mark.parametrize("name", SEVERAL)

@@ -63,6 +63,10 @@ class Window(ExitStack):
     outside: Callable[[], AbstractContextManager[object]] = nullcontext  # of a backward pass
 
     may_communicate = False  # whether other processes may wait for each backward pass
+    # Whether no pass is restricted to the leaves, as what wraps a module has hooks elsewhere.
+    runs_whole = False
+    watches = ON  # whether modules are looked at that run in backward passes
+    may_fuse = True  # whether nothing else has to see the gradients of the present pass
     # Where Distributed merges the sums over replicas.
     merged: Callable[[Sums], Tree] | None = None
 
@@ -279,31 +283,29 @@ class Window(ExitStack):
 
     def backward(self, loss: torch.Tensor, seed: float, moving: Sequence[torch.Tensor]) -> None:
         """Adds the gradients of a loss, times the seed, to the `.grad`s of the leaves."""
-        plan, leaves = self.plan, (*self.inputs, *moving)
+        inputs = leaves = (*self.inputs, *moving)
         if not (loss.requires_grad and leaves):
             return
+        others: AbstractContextManager[None] = nullcontext()
         # A graph is walked where it may have functions written in Python, which may run backward
         # passes of their own.
-        is_walked = EVERY or functions_alive()
-        is_custom = is_walked and graphs.reach(loss, {*map(id, leaves)}).custom
-        on_host = plan.on_host and loss.is_cpu
+        if self.runs_whole or functions_alive():
+            inputs, others = functions.restriction(self, loss, leaves)
+        on_host = self.plan.on_host and loss.is_cpu
         cotangent = torch.full_like(loss, seed, requires_grad=False)
         watch, hooks, task = self.watch, _private.FORWARD_PRE_HOOKS, None
         try:
-            if ON:  # a module that runs in the backward pass has the right parameters
-                watch.custom, hooks[watch] = is_custom, watch.check
+            if self.watches:  # a module that runs in the backward pass has the right parameters
+                watch.custom, hooks[watch] = not inputs, watch.check
                 if not watch.on_host:
                     task = watch.task_of(loss)
-            with self.outside():
-                if is_custom:
-                    around = leaves, self.leaves.originals, self.gradient
-                    functions.run_unrestricted(loss, cotangent, on_host, *around)
-                elif plan.run is not None:
-                    plan.run(loss, cotangent, leaves, on_host)
+            with others, self.outside():
+                if self.plan.run is not None and self.may_fuse:
+                    self.plan.run(loss, cotangent, inputs, on_host)
                 else:
                     engine = _private.ENGINE_ON_HOST if on_host else _private.ENGINE
                     how = {"allow_unreachable": True, "accumulate_grad": True}
-                    engine((loss,), (cotangent,), False, False, leaves, **how)
+                    engine((loss,), (cotangent,), False, False, inputs, **how)
         except RuntimeError as error:
             if all(map(_REQUIRES_GRAD, leaves)):
                 raise
@@ -466,7 +468,9 @@ _kinds: tuple[str, list[Any]] = ("", [])
 
 
 def functions_alive() -> bool:
-    """Whether a node of such a function is alive, in the graph of a loss or in any other."""
+    """Whether a node of such a function is alive, in the graph of a loss or in any other, or every
+    graph is to be walked.
+    """
     global _kinds
     made, kinds = repr(_private.KINDS_MADE), _kinds
     if made != kinds[0]:
@@ -474,4 +478,4 @@ def functions_alive() -> bool:
     for kind in kinds[1]:  # a class that has died has no nodes
         if kind() is not None and sys.getrefcount(kind()) > graphs.NO_NODES:
             return True
-    return False
+    return EVERY

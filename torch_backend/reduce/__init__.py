@@ -14,6 +14,7 @@ Design note: docs/concepts/inside_replicas.md.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -246,19 +247,14 @@ class Reduction:
                 # All send the same shapes: where nothing is folded it is the identity.
                 if sums.of[leaf] is None:
                     sums.of[leaf] = sums.folding.folds[leaf].identity(agreement.likes[leaf])
-            counts = list[torch.Tensor]()
-            if any(report.on_device for report in self.reports):
-                for count in (sums.total, sums.steps, sums.rejected):
-                    # Those that the host knows are in the headers.
-                    zero = torch.zeros((), dtype=torch.float64, device=agreement.device)
-                    counts.append(zero.copy_(count) if isinstance(count, torch.Tensor) else zero)
-            if counts or agreement.numbers is None:
+            on_device = any(report.on_device for report in self.reports)
+            if on_device or agreement.numbers is None:
+                counts = (sums.total, sums.steps, sums.rejected) if on_device else ()
                 self.addition = Addition(sums, agreement, self.replicas, counts)
         # If its last message is sent already when this replica fails, the others have all of the
         # window, and the next header shows that it was not finished here.
-        has_failed = self.history.running is not self
-        while self.addition is not None and self.addition.begin(has_failed):
-            pass
+        if self.addition is not None:
+            self.addition.begin(has_failed=self.history.running is not self)
         if agreement.gathered and not (self.gathered or sums.folding.outputs.collected):
             self.gathered = gather(sums, agreement, self.replicas)
 
@@ -267,17 +263,7 @@ class Reduction:
         assert self.agreement is not None
         sums, agreement, reports = self.sums, self.agreement, self.reports
         collects, state = sums.folding.outputs.collected, sums.state
-        known = [(report.weight, report.steps, report.rejected) for report in reports]
-        sums.total, steps, rejected = map(sum, zip(*known, strict=True))
-        sums.unit, sums.steps, sums.rejected = self.unit, int(steps), int(rejected)
-        for position, leaf in enumerate(agreement.numbers or ()):
-            # From the unit of each replica to that of all; one without a unit has nothing to add.
-            is_weighted = sums.folding.kinds[leaf] == "weighted"
-            addends = [
-                r.numbers[position] * (r.unit / self.unit if is_weighted else 1.0) for r in reports
-            ]
-            dtype = sums.folding.folds[leaf].accumulator_dtype
-            sums.of[leaf] = torch.tensor(sum(addends), dtype=dtype, device="cpu")
+        self._count()
         if self.addition is not None:
             counts, mark = self.addition.finish()
             if counts:
@@ -292,10 +278,23 @@ class Reduction:
         if state and folded:
             # Its arrays, numbers and texts. Any other object stays each replica's own.
             told = self.channel.broadcast_from(folded[-1], [*map(_portable, state)])
-            for index, leaf in enumerate(told):
-                is_tensor = isinstance(leaf, torch.Tensor)
-                if leaf is not None:
-                    state[index] = leaf.to(agreement.device) if is_tensor else leaf
+            state[:] = map(partial(_taken, device=agreement.device), told, state)
+
+    def _count(self) -> None:
+        """Takes in what all headers say: the counts, and scalars, in the order of the replicas."""
+        assert self.agreement is not None
+        sums, reports = self.sums, self.reports
+        known = [(report.weight, report.steps, report.rejected) for report in reports]
+        sums.total, steps, rejected = map(sum, zip(*known, strict=True))
+        sums.unit, sums.steps, sums.rejected = self.unit, int(steps), int(rejected)
+        for position, leaf in enumerate(self.agreement.numbers or ()):
+            # From the unit of each replica to that of all; one without a unit has nothing to add.
+            is_weighted = sums.folding.kinds[leaf] == "weighted"
+            addends = [
+                r.numbers[position] * (r.unit / self.unit if is_weighted else 1.0) for r in reports
+            ]
+            dtype = sums.folding.folds[leaf].accumulator_dtype
+            sums.of[leaf] = torch.tensor(sum(addends), dtype=dtype, device="cpu")
 
     def _look_at(self, mark: torch.Tensor, may_wait: bool) -> None:
         """Raises FuncgaError, on all replicas, if one has marked its sums as failed."""
@@ -318,6 +317,15 @@ def _portable(leaf: object) -> object:
     if isinstance(leaf, torch.Tensor):
         return leaf.detach().cpu()
     return leaf if isinstance(leaf, bool | int | float | complex | str) else None
+
+
+def _taken(told: Any, mine: Any, device: torch.device) -> Any:
+    """A leaf of the state as another process has told it, on this device; that of this process
+    where it could not.
+    """
+    if isinstance(told, torch.Tensor):
+        return told.to(device)
+    return mine if told is None else told
 
 
 def reductions_of(program: Program, backend: Backend) -> list[Reduction]:

@@ -115,6 +115,23 @@ def propose(
         None if fold is None or leaf is None else _like(leaf)
         for fold, leaf in zip(outputs.folds, leaves, strict=True)
     ]
+    _check_shards(likes, replicas)
+    sent = f"sent in buckets of {replicas.bucket_bytes} bytes as "
+    description = {"across": sent + str(replicas.wire_dtype or "accumulated")}
+    for index, (path, like) in enumerate(zip(outputs.paths(), likes, strict=True)):
+        description[path] = _description(outputs, index, like)
+    digest = digest_of([*description.items()])
+    # What travels in the header has no mark of an error, which has to be read before the exchanges
+    # that these take.
+    more = outputs.collected or outputs.threads or any(map(is_dtensor, likes))
+    reduced = {leaf: likes[leaf] for leaf in outputs.reduced if likes[leaf] is not None}
+    ways = _ways(folding, reduced, may_be_numbers=not more)
+    history.agreements.append(Agreement(key, outputs, likes, description, digest, *ways))
+    return history.agreements[-1]
+
+
+def _check_shards(likes: Sequence[Any], replicas: Replicas) -> None:
+    """Raises FuncgaError if replicas hold different parts of a DTensor."""
     for like in likes:
         ranks = [] if like is None else ranks_with_other_shards(like, replicas.ranks)
         if ranks:  # which would be added to each other
@@ -124,40 +141,30 @@ def propose(
                 "another. A DTensor is reduced over its own mesh without across=; name the axis of "
                 "the mesh that copies lie on: across=mesh['dp']."
             )
-    sent = f"sent in buckets of {replicas.bucket_bytes} bytes as "
-    description = {"across": sent + str(replicas.wire_dtype or "accumulated")}
-    for index, (path, like) in enumerate(zip(outputs.paths(), likes, strict=True)):
-        description[path] = _description(outputs, index, like)
-    digest = digest_of([*description.items()])
-    ways = _ways(folding, likes)
-    history.agreements.append(Agreement(key, outputs, likes, description, digest, *ways))
-    return history.agreements[-1]
 
 
-def _ways(folding: Folding, likes: list[Any]) -> tuple[list[int], list[int], list[int] | None]:
+def _ways(
+    folding: Folding, likes: dict[int, Any], may_be_numbers: bool
+) -> tuple[list[int], list[int], list[int] | None]:
     """(leaves that are summed, leaves that are gathered, the numbers in the header)."""
-    outputs, folds = folding.outputs, folding.folds
-    leaves = [leaf for leaf in outputs.reduced if likes[leaf] is not None]
-    is_number = lambda leaf: (
-        likes[leaf].is_cpu
-        and likes[leaf].ndim == 0
-        and folding.kinds[leaf] is not None
-        and folds[leaf].accumulator_dtype.is_floating_point
-    )
-    # What travels in the header has no mark of an error, which has to be read before the exchanges
-    # that these take.
-    takes_more = outputs.collected or outputs.threads or any(map(is_dtensor, likes))
-    if not takes_more and len(leaves) <= ROOM and all(map(is_number, leaves)):
-        return [], [], leaves
-    reducers = {leaf: folds[leaf].fold.reducer for leaf in leaves}
-    gathered = {leaf for leaf in leaves if reducers[leaf].monoid.collective != "sum"}
+    are_numbers = all(_is_number(folding, *item) for item in likes.items())
+    if may_be_numbers and are_numbers and len(likes) <= ROOM:
+        return [], [], [*likes]
+    reducers = {leaf: folding.folds[leaf].fold.reducer for leaf in likes}
+    gathered = {leaf for leaf in likes if reducers[leaf].monoid.collective != "sum"}
     # In a dtype of their own few counts would be one collective more, where others are gathered.
     if gathered:
-        counts = [leaf for leaf in leaves if reducers[leaf].unweighted]
-        gathered.update([leaf for leaf in counts if likes[leaf].numel() <= _FEW])
+        few = [leaf for leaf, like in likes.items() if like.numel() <= _FEW]
+        gathered.update([leaf for leaf in few if reducers[leaf].unweighted])
     # Complex numbers come first: a view of pairs has to begin at an even element.
     order = lambda leaf: (not likes[leaf].dtype.is_complex, leaf)
-    return sorted({*leaves} - gathered, key=order), sorted(gathered), None
+    return sorted({*likes} - gathered, key=order), sorted(gathered), None
+
+
+def _is_number(folding: Folding, leaf: int, like: torch.Tensor) -> bool:
+    """Whether a float64 in the header can be a leaf's sum."""
+    is_float = bool(folding.folds[leaf].accumulator_dtype.is_floating_point)
+    return like.is_cpu and like.ndim == 0 and folding.kinds[leaf] is not None and is_float
 
 
 def _like(leaf: Array) -> torch.Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from funcga._types import Scalar
 from torch_backend import trees
 from torch_backend.dtensor import as_dtensor, local, spec_of
 from torch_backend.reduce.agreement import Agreement
@@ -22,13 +23,14 @@ _SMALL = 2**12
 
 
 class Addition:
-    """Adds leaves over the replicas: `begin` each message, which is one all_reduce, and `finish`.
+    """Adds leaves over the replicas: `begin` the messages, each one all_reduce, and `finish`.
 
-    `counts` are scalars that are added, too. Nothing else holds the leaves meanwhile.
+    Of `counts`, scalars, those are added that only a device knows. Nothing else holds the leaves
+    meanwhile.
     """
 
     def __init__(
-        self, sums: Sums, agreement: Agreement, replicas: Replicas, counts: Sequence[torch.Tensor]
+        self, sums: Sums, agreement: Agreement, replicas: Replicas, counts: Sequence[Scalar]
     ):
         self.sums, self.leaves, self.channel = sums, agreement.summed, replicas.channel
         self.specs, self.works = [spec_of(sums.of[leaf]) for leaf in self.leaves], list[Any]()
@@ -37,32 +39,58 @@ class Addition:
             total, sent = local(sums.of[leaf]), sums.folding.folds[leaf].fold.reducer.monoid.sent
             sums.of[leaf] = None
             addends.append(total if sent is None else sent(torch, total))
-        arrays, self.structure = trees.flatten((addends, [*counts]))
+        # Counts that the host knows are in the headers.
+        known = torch.zeros(len(counts), dtype=torch.float64, device=agreement.device)
+        for count, number in zip(counts, known, strict=True):
+            if isinstance(count, torch.Tensor):
+                number.copy_(count)
+        arrays, self.structure = trees.flatten((addends, [*known]))
         self.forms = [(array.dtype, _strides(array)) for array in arrays]
-        # What is sent, and from then on what has come.
-        self.arrays = [_as_sent(array, replicas.wire_dtype) for array in arrays]
-        self.messages = _messages(self.arrays, replicas.bucket_bytes)
+        # What is to be sent, and then what has come: real numbers, which every carrier adds.
+        self.arrays = [
+            torch.view_as_real(array.resolve_conj()) if array.is_complex() else array
+            for array in arrays
+        ]
+        self.dtypes = [_dtype_sent(array, replicas.wire_dtype) for array in arrays]
+        self.messages = self._messages(replicas.bucket_bytes)
         # The last message tells an error by a mark. It is copied with all of that one, so that is
         # the smallest.
-        last = self.messages[-1]
-        like = self.arrays[last[0]] if last else torch.empty((), device=agreement.device)
-        last.append(len(self.arrays))
-        self.arrays.append(like.new_zeros(1))
+        last, device = self.messages[-1], agreement.device
+        self.dtypes.append(self.dtypes[last[0]] if last else torch.float32)
+        self.arrays.append(torch.zeros(1, device=self.arrays[last[0]].device if last else device))
+        last.append(len(arrays))
 
-    def begin(self, has_failed: bool) -> bool:
-        """Begins the next message; whether there was one."""
-        if len(self.works) == len(self.messages):
-            return False
-        self.arrays[-1].fill_(has_failed)
-        indices = self.messages[len(self.works)]
-        sent = [self.arrays[index] for index in indices]
-        flat = [array.reshape(-1) for array in sent]
-        numbers = torch.cat(flat) if flat[1:] else flat[0]  # a single one in its own memory
-        parts = torch.split(numbers, [*map(len, flat)])
-        for index, array, part in zip(indices, sent, parts, strict=True):
-            self.arrays[index] = part.view(array.shape)
-        self.works.append(self.channel.carrier(numbers.device).allreduce([numbers]))
-        return True
+    def _messages(self, most: int) -> list[list[int]]:
+        """The arrays of each message, by their indices: of one dtype and device, and at most so
+        many bytes. The smallest comes last.
+        """
+        groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        for index, (array, dtype) in enumerate(zip(self.arrays, self.dtypes, strict=True)):
+            groups.setdefault((dtype, array.device), []).append(index)
+        messages: list[list[int]] = []
+        for (dtype, _), group in groups.items():
+            room = -1  # the first array begins a message even if it has no elements
+            for index in group:
+                nbytes = self.arrays[index].numel() * dtype.itemsize
+                if nbytes > room:
+                    messages.append([])
+                    room = most
+                messages[-1].append(index)
+                room -= nbytes
+        messages.sort(key=lambda message: -sum([self.arrays[index].numel() for index in message]))
+        return messages or [[]]
+
+    def begin(self, has_failed: bool) -> None:
+        """Begins all messages that are left; the last one with the mark of an error, if any."""
+        for indices in self.messages[len(self.works) :]:
+            self.arrays[-1].fill_(has_failed)  # the mark, which the last one sends
+            sent = [self.arrays[index].to(self.dtypes[index]) for index in indices]
+            flat = [array.reshape(-1) for array in sent]
+            numbers = torch.cat(flat) if flat[1:] else flat[0]  # a single one in its own memory
+            parts = torch.split(numbers, [*map(len, flat)])
+            for index, array, part in zip(indices, sent, parts, strict=True):
+                self.arrays[index] = part.view(array.shape)
+            self.works.append(self.channel.carrier(numbers.device).allreduce([numbers]))
 
     def finish(self) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Waits for all messages, and takes the sums in; returns (those of the counts, that of the
@@ -78,8 +106,8 @@ class Addition:
             received = folding.folds[leaf].fold.reducer.monoid.received
             if received is not None:
                 total = received(torch, total)
-            elif leaf not in folding.grads and total.nbytes <= _SMALL:
-                total = total.clone()
+            elif isinstance(total, torch.Tensor) and leaf not in folding.grads:
+                total = total.clone() if total.nbytes <= _SMALL else total
             of[leaf] = as_dtensor(total, spec)
         return counts, mark
 
@@ -90,13 +118,11 @@ def _strides(array: torch.Tensor) -> torch.Tensor | None:
     return None if array.is_contiguous() else torch.empty_like(array, device="meta")
 
 
-def _as_sent(array: torch.Tensor, wire_dtype: torch.dtype | None) -> torch.Tensor:
-    """The array as real numbers, in the dtype that gradients are sent in."""
+def _dtype_sent(array: torch.Tensor, wire_dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype that an array travels in."""
     # Scalars, such as the loss, and counts are never rounded.
     is_rounded = array.ndim > 0 and (array.is_floating_point() or array.is_complex())
-    if array.is_complex():  # which not every carrier adds
-        array = torch.view_as_real(array.resolve_conj())
-    return array.to(wire_dtype) if is_rounded and wire_dtype else array
+    return wire_dtype if is_rounded and wire_dtype else array.dtype.to_real()
 
 
 def _restored(total: torch.Tensor, form: tuple[torch.dtype, torch.Tensor | None]) -> torch.Tensor:
@@ -106,24 +132,6 @@ def _restored(total: torch.Tensor, form: tuple[torch.dtype, torch.Tensor | None]
     if dtype.is_complex:
         total = torch.view_as_complex(total)
     return total if strides is None else torch.empty_like(strides, device=total.device).copy_(total)
-
-
-def _messages(arrays: Sequence[torch.Tensor], most: int) -> list[list[int]]:
-    """The arrays of each message, by their indices: of one dtype and device, and at most so many
-    bytes. The smallest comes last.
-    """
-    messages: list[list[int]] = []
-    open_ones: dict[object, tuple[list[int], int]] = {}  # of each kind the last one, and its room
-    for index, array in enumerate(arrays):
-        kind = array.dtype, array.device
-        message, room = open_ones.get(kind, ([], -1))
-        if array.nbytes > room:
-            message, room = [], most
-            messages.append(message)
-        message.append(index)
-        open_ones[kind] = message, room - array.nbytes
-    messages.sort(key=lambda message: -sum([arrays[index].numel() for index in message]))
-    return messages or [[]]
 
 
 def gather(sums: Sums, agreement: Agreement, replicas: Replicas) -> Callable[[], None]:

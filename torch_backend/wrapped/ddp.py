@@ -6,8 +6,9 @@ Wrappers reduce gradients inside the backward pass, unless told to wait. After a
 parameters have the sums over the replicas as gradients, divided by the `scale`.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from math import prod
 
 import torch
@@ -24,6 +25,9 @@ LET_FUNCGA = (
     "or let funcga reduce: accumulate(funcga.value_and_grad(torch_backend.pure_loss(module, "
     "loss_fn)), n, across=group), with the module that was wrapped"
 )
+
+
+Flags = Sequence[tuple[object, str, object]]  # attributes and values, as (object, name, value)
 
 
 class Wrapper:
@@ -56,6 +60,7 @@ class Wrapper:
         """The ids of the parameters whose gradients it reduces."""
         return set()
 
+    @cached_property
     def groups(self) -> list[list[dist.ProcessGroup]]:
         """For every wrapped part the process groups that its gradients are reduced over, the
         inner one first.
@@ -65,7 +70,7 @@ class Wrapper:
     def check(self) -> None:
         """Raises FuncgaError if its gradients cannot be computed like this."""
         ranks = [
-            " x ".join([str(Replicas(group).ranks) for group in groups]) for groups in self.groups()
+            " x ".join([str(Replicas(group).ranks) for group in groups]) for groups in self.groups
         ]
         if len({*ranks}) > 1:
             first, other = [*dict.fromkeys(ranks)][:2]
@@ -74,25 +79,32 @@ class Wrapper:
                 f"ranks {first} and {other}, so there is no one set of replicas to weigh "
                 f"micro-batches over. Give every part the same process group or mesh; {LET_FUNCGA}."
             )
-        if self.sync == "outer" and not (self.knows_outer and len(self.groups()[0]) == 2):
+        if self.sync == "outer" and not (self.knows_outer and len(self.groups[0]) == 2):
             raise no_outer_mesh(self.name)
 
     def replicas(self, across: Across) -> InTurn:
         """What a window is merged over, the inner group first. Raises FuncgaError if `across=`
         names anything else.
         """
-        groups = [Replicas(group) for group in self.groups()[0]]
         if across is not None:
             named = replicas_of(across).ranks
             # On a mesh of two dimensions a process sees its own row and its own column.
-            ranks = sorted({rank for group in groups for rank in group.ranks})
+            ranks = sorted({rank for group in self.in_turn for rank in group.ranks})
             if not {*ranks} <= {*named} or len(named) != self.scale:
                 raise FuncgaError(
                     f"across= names the ranks {sorted(named)}, and the module is wrapped by "
                     f"{self.name}, which reduces over the ranks {ranks}. Leave across= out: the "
                     "wrapper knows its replicas."
                 )
-        return InTurn(groups)
+        return self.in_turn
+
+    @cached_property
+    def in_turn(self) -> InTurn:
+        """Its replicas, of the inner group first."""
+        return InTurn([Replicas(group) for group in self.groups[0]])
+
+    def reshard(self) -> None:
+        """Lets the module have the parameters that get gradients."""
 
     def leaves(self) -> dict[int, torch.Tensor]:
         """The leaves of a loss's graph in the place of the parameters, as far as they are there:
@@ -100,28 +112,30 @@ class Wrapper:
         """
         return {}
 
-    @property
+    @cached_property
     def scale(self) -> float:
         """What sums have been divided by. Wrappers average, so it is the number of replicas."""
-        return float(prod(group.size() for group in self.groups()[0]))
+        return float(prod(group.size() for group in self.groups[0]))
 
     def sums_in(self, param: torch.Tensor) -> torch.dtype:
         """The dtype that gradients of a parameter are summed in over a window."""
         return param.dtype
 
-    def window(self) -> AbstractContextManager[None]:
-        """The context of a window: passes synchronise unless `waiting`, and the user's own sums are
-        put aside.
+    def flags(self, syncs: bool) -> Flags:
+        """What says whether passes synchronise, and the values for that."""
+        return []
 
-        In it the module's parameters are those that get the gradients.
+    def window(self) -> AbstractContextManager[None]:
+        """The context of a window: passes synchronise unless `waiting`, whatever the user has set,
+        and the user's own sums are put aside.
         """
-        return nullcontext()
+        return assigned(self.flags(True))
 
     def waiting(self) -> AbstractContextManager[None]:
         """The context of micro-batches that do not synchronise: of forward and backward passes; of
         the last forward pass, too, if all passes meet.
         """
-        return nullcontext()
+        return assigned(self.flags(False))
 
     def synchronising(self) -> AbstractContextManager[None]:
         """The context of the last backward pass. Raises FuncgaError if that pass leaves out what
@@ -187,12 +201,17 @@ class DDP(Wrapper):
                     "and use torch.autocast in loss_fn."
                 )
 
+    @cached_property
     def groups(self) -> list[list[dist.ProcessGroup]]:
         """One group each."""
         return [[ddp.process_group] for ddp in self.wrapped]
 
+    def flags(self, syncs: bool) -> Flags:
+        """That of no_sync()."""
+        return [(ddp, "require_backward_grad_sync", syncs) for ddp in self.wrapped]
+
     def window(self) -> AbstractContextManager[None]:
-        """Synchronises even inside of the user's no_sync(). Raises FuncgaError inside of Join."""
+        """The context of a window. Raises FuncgaError inside of Join."""
         if any(map(_private.is_in_join, self.wrapped)):
             raise FuncgaError(
                 f"the module is wrapped by {self.name} and was called inside of Join, which "
@@ -206,11 +225,7 @@ class DDP(Wrapper):
         for p in (p for ddp in views for p in ddp.module.parameters()):
             if p.grad is not None and not arrays.are_alone([p.grad])[0]:
                 p.grad = p.grad.clone()
-        return assigned([(ddp, "require_backward_grad_sync", True) for ddp in self.wrapped])
-
-    def waiting(self) -> AbstractContextManager[None]:
-        """no_sync() around forward and backward passes."""
-        return in_no_sync(self.wrapped)
+        return super().window()
 
     @contextmanager
     def synchronising(self) -> Iterator[None]:
@@ -260,24 +275,15 @@ class Replicate(DDP):
         self.states, self.wrapped = zip(*map(_private.state_and_ddp, self.wrapped), strict=True)
         super().check()
 
-    @contextmanager
-    def window(self) -> Iterator[None]:
-        """Synchronises, whatever set_requires_gradient_sync() was given."""
-        with super().window(), self._waiting(False):
-            yield
-
-    def waiting(self) -> AbstractContextManager[None]:
-        """set_requires_gradient_sync(False)."""
-        return self._waiting(True)
-
-    def _waiting(self, waits: bool) -> AbstractContextManager[None]:
-        return assigned([(state, _private.WAITS_REPLICATE, waits) for state in self.states])
+    def flags(self, syncs: bool) -> Flags:
+        """That of set_requires_gradient_sync(), and that of the DDP."""
+        own = [(state, _private.WAITS_REPLICATE, not syncs) for state in self.states]
+        return [*own, *super().flags(syncs)]
 
 
 @contextmanager
-def assigned(values: Iterable[tuple[object, str, object]]) -> Iterator[None]:
+def assigned(values: Flags) -> Iterator[None]:
     """A context in which attributes have other values, given as (object, name, value)."""
-    values = [*values]
     # All are read before one is set, as the setter of one may change another.
     before = [(each, name, getattr(each, name)) for each, name, _ in values]
     for entry in values:
@@ -287,12 +293,3 @@ def assigned(values: Iterable[tuple[object, str, object]]) -> Iterator[None]:
     finally:
         for entry in before:
             setattr(*entry)
-
-
-@contextmanager
-def in_no_sync(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """A context that is `no_sync()` of each of the modules."""
-    with ExitStack() as stack:
-        for module in modules:
-            stack.enter_context(module.no_sync())  # type: ignore[operator]
-        yield

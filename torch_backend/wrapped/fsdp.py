@@ -3,16 +3,16 @@
 Only torch has this file: in JAX nothing synchronises but what the program says.
 """
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from functools import cached_property
+from itertools import chain
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from torch_backend import _private
-from torch_backend.wrapped.ddp import Wrapper, assigned
+from torch_backend.wrapped.ddp import Flags, Wrapper, assigned
 
 
 class FSDP2(Wrapper):
@@ -39,12 +39,12 @@ class FSDP2(Wrapper):
 
     def covered(self) -> set[int]:
         """All that are sharded or replicated by it."""
-        self._reshard()
+        self.reshard()
         return {
             id(param) for group in self.param_groups for param in _private.sharded_params(group)
         }
 
-    def _reshard(self) -> None:
+    def reshard(self) -> None:
         """Shards the parameters again. An evaluation may have left them unsharded, and they are
         other tensors then.
         """
@@ -58,6 +58,7 @@ class FSDP2(Wrapper):
             pair for group in self.param_groups for pair in _private.unsharded_params(group)
         )
 
+    @cached_property
     def groups(self) -> list[list[dist.ProcessGroup]]:
         """The group of the mesh, or for a mesh of two dimensions the one that shards, then the
         one that replicates.
@@ -75,34 +76,18 @@ class FSDP2(Wrapper):
         )
         return _private.dtype_of_sums(group, param) or param.dtype
 
+    def flags(self, syncs: bool) -> Flags:
+        """Those of set_requires_gradient_sync, set_requires_all_reduce, set_is_last_backward."""
+        scatters = syncs or self.sync == "outer"
+        groups = [_private.sync_flags(group, scatters, syncs) for group in self.param_groups]
+        return [*chain(*groups), *[_private.last_backward_flag(m, syncs) for m in self.parts]]
+
     def window(self) -> AbstractContextManager[None]:
-        """Synchronises, whatever the user has set, and what one replica alone has used too, if
-        torch can do that.
-
-        What the user's own backward passes have summed without synchronising is put aside.
+        """The context of a window: what one replica alone has used is reduced, too, if torch can do
+        that.
         """
-        self._reshard()  # then the parameters are the sharded ones, DTensors
-        # All of these values are put back when the window ends, including those that `_require`
-        # changes meanwhile.
-        groups = self.param_groups
-        values = [entry for group in groups for entry in _private.values_in_a_window(group)]
-        return assigned([*values, *map(_private.last_backward_flag, self.parts)])
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """set_requires_gradient_sync, set_requires_all_reduce, set_is_last_backward."""
-        self._require(self.sync == "outer", False)
-        try:
-            yield
-        finally:
-            self._require(True, True)
-
-    def _require(self, scatters: bool, is_last: bool) -> None:
-        for root in self.wrapped:
-            root.set_requires_gradient_sync(scatters)  # type: ignore[operator]
-            root.set_requires_all_reduce(is_last)  # type: ignore[operator]
-        for part in self.parts:
-            part.set_is_last_backward(is_last)
+        values = [each for g in self.param_groups for each in _private.values_in_a_window(g)]
+        return assigned([*self.flags(True), *values])
 
     def synchronising(self) -> AbstractContextManager[None]:
         """Lets all parameters of a group be reduced in one dtype."""

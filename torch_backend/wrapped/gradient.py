@@ -14,12 +14,11 @@ from torch import nn
 
 from funcga._backend import Backend
 from funcga._backend.dispatch import load
-from funcga._call import Memory, OwningGradient, Program
+from funcga._call import Memory, OwningGradient
 from funcga._call.arguments import Arguments, argument_names
 from funcga._grad import GradientFunction
 from funcga._types import LossFn, Tree
 from funcga.errors import FuncgaError
-from funcga.folds import mean
 from torch_backend import _private, arrays, trees
 from torch_backend.engine.alone import value_of
 from torch_backend.engine.called import calling
@@ -59,7 +58,7 @@ class ModuleGradient(OwningGradient):
         return self.parts.without_aux(output)
 
     @cached_property
-    def _memory(self) -> Memory:
+    def memory_alone(self) -> Memory:
         """What is kept of calls outside of any step."""
         return Memory(options=self.options)
 
@@ -68,17 +67,24 @@ class ModuleGradient(OwningGradient):
         self.check_not_traced()
         if calling.microbatch is not None:
             _check_cut(*calling.microbatch, rows_in((args, kwargs)))
-        program = Program(self, mean(), memory=self._memory)
-        return self._value(program, load("torch"), args, kwargs)
+        return self._alone(load("torch"), args, kwargs)
 
-    def _value(
-        self, program: Program, backend: Backend, args: tuple[Tree, ...], kwargs: dict[str, Tree]
-    ) -> Tree:
-        """The value and the gradients of a program with a single micro-batch."""
-        check_not_wrapped(self.module)
-        walk = program.memory.keep(Walk)
-        own = Own(self.module, walk.trainable(self.module), walk)
+    def _alone(self, backend: Backend, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> Tree:
+        """The value and the gradients of a single micro-batch."""
+        own = self.own_in(self.memory_alone)
         return value_of(self.parts, backend, args, kwargs, own=own)
+
+    def own_in(self, memory: Memory) -> Own:
+        """The module, and the parameters that are trained now, for a step with this memory."""
+        self.prepare()
+        walk = memory.keep(Walk)
+        return Own(self.module, walk.trainable(self.module), walk)
+
+    def prepare(self) -> None:
+        """Lets the module have the parameters that get gradients. Raises FuncgaError if nobody
+        would reduce these.
+        """
+        check_not_wrapped(self.module)
 
     def gradient_in(self, value: Tree) -> Tree:
         """The part of a value that is the gradient."""

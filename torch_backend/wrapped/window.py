@@ -12,8 +12,8 @@ are.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -23,34 +23,22 @@ from torch.utils.hooks import RemovableHandle
 from funcga._backend import Backend
 from funcga._call import Program
 from funcga._call.arguments import Arguments
-from funcga._fold import LeafFold
 from funcga._tools import load
 from funcga._types import Across, Array, GradFn, Scalar, Tree
 from funcga.errors import FuncgaError
-from torch_backend import _private, arrays, graphs, trees
-from torch_backend.arrays import recording, recording_loss
+from funcga.folds import mean
+from torch_backend import _private, arrays, trees
 from torch_backend.dtensor import local_tensors
-from torch_backend.engine import bound
-from torch_backend.engine.alone import uncut
+from torch_backend.engine.alone import value_of
 from torch_backend.engine.distributed import with_a_blank_row
-from torch_backend.engine.guards import EVERY
 from torch_backend.engine.guards.aside import gradients_aside
-from torch_backend.engine.leaves import OWN, Leaves
-from torch_backend.engine.plan import (
-    Plan,
-    Plans,
-    autocasting,
-    call_key,
-    outside_of_autocast,
-    run_of,
-)
-from torch_backend.engine.window import Window, functions_alive
-from torch_backend.modules.checks import modules_in
-from torch_backend.modules.layers import Walk, buffers_of, put_back
-from torch_backend.reduce import Reduction, reductions_of
+from torch_backend.engine.leaves import OWN
+from torch_backend.engine.window import Window
+from torch_backend.modules.layers import buffers_of, put_back
+from torch_backend.reduce import Reduction
 from torch_backend.reduce.header import nothing_to_fold
 from torch_backend.reduce.telling import telling
-from torch_backend.replicas import explained
+from torch_backend.replicas import InTurn, explained, replicas_of
 from torch_backend.sums import Sums
 from torch_backend.wrapped.ddp import Wrapper
 from torch_backend.wrapped.gradient import ModuleGradient, rows_in
@@ -72,34 +60,33 @@ class WrappedGradient(ModuleGradient):
         """When it reduces."""
         return {"sync=": repr(self.wrapper.sync)}
 
-    @cached_property
-    def other_modules(self) -> list[nn.Module]:
-        """The other modules that loss_fn is seen to close over, such as a GAN's discriminator."""
-        inner = {*self.module.modules()}
-        return [module for module in modules_in(self.loss_fn) if module not in inner]
+    def prepare(self) -> None:
+        """Lets the module have the parameters that get gradients."""
+        self.wrapper.reshard()
 
-    def _value(
-        self, program: Program, backend: Backend, args: tuple[Tree, ...], kwargs: dict[str, Tree]
-    ) -> Tree:
-        arguments = uncut(args, self, backend)
-        begin = partial(self.window, program, backend, arguments)
-        with telling([(program.memory, begin)]), begin() as window:
-            window.alone = True
-            arguments, kwargs = window.prepared(arguments, kwargs)
-            args = tuple([part.value for part in arguments.parts])
+    def _alone(self, backend: Backend, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> Tree:
+        memory = self.memory_alone
+        make = partial(self.window, Program(self, mean(), memory=memory), backend)
+        begin = partial(make, Arguments((), self, backend), None)
+        with telling([(memory, begin)]):
+            own = self.own_in(memory)
             # It weighs its rows. Here are no in_axes, so the first tensor tells how many there are.
-            rows = rows_in(args)
-            window.fold(args, kwargs, rows[0] if rows else 1, True)
-            return window.result()
+            rows = rows_in(args) or [1]
+            return value_of(self.parts, backend, args, kwargs, False, own, make, rows[0])
 
-    def window(self, program: Program, backend: Backend, arguments: Arguments) -> "OwnGrads":
-        """One window of a program with this gradient function."""
-        self.check_not_traced()
-        return ModuleWindow(program, self, backend, arguments)
+    def window(self, program: Program, *others: Any) -> Window:
+        """One window of a program with this gradient function, as a Window is made of it."""
+        return ModuleWindow(self, program, *others)
 
     def merged_over(self, across: Across) -> Across:
         """The wrapper's own replicas: its process groups, one after the other."""
         return self.wrapper.replicas(across)
+
+    def reductions(self, program: Program) -> list[Reduction]:
+        """What merges a window over the replicas, one after the other."""
+        across = self.merged_over(program.across)
+        several = across if isinstance(across, InTurn) else [replicas_of(across)] if across else []
+        return [Reduction(program.memory, replicas) for replicas in several]
 
     def check_counted(self, grad_fn: GradFn) -> None:
         """Raises FuncgaError for a function around it, which is called for each micro-batch
@@ -115,63 +102,63 @@ class WrappedGradient(ModuleGradient):
             )
 
 
-class OwnGrads(Window):
-    """A window of the parameters of a module whose gradients are summed where they are: in their
-    `.grad`s, by autograd and by what wraps the module.
+class ModuleWindow(Window):
+    """One window of a WrappedGradient: `fold` each micro-batch, and say which is the last; then
+    take the `result`.
 
-    In it the `.grad`s are the window's: the user's are put aside, and come back at the end. An
-    error in it is told to all processes. `is_weighted`: whether the fold weighs gradients.
+    Gradients are summed where they are: in the `.grad`s of the module's own parameters, by autograd
+    and by what wraps the module. That divides them by its `scale`, the unit of weighted sums.
+
+    A replica that raises an error must not leave the others in a collective of the wrapper's. So
+    they meet before such, unless nothing of the user's has run since they met.
     """
 
-    is_weighted = False  # set with the first loss
-    alone = False  # set by a gradient function that is called by itself: has one micro-batch
+    may_communicate, watches = True, False
+    is_weighted = False  # whether the fold weighs gradients; set with the first loss
+    seed = 0.0  # the cotangent of the present pass; set before it
+    # The loss and the cotangent of a backward pass that has yet to run; set for each micro-batch.
+    due: tuple[torch.Tensor, float] | None = None
+    is_ending = False  # whether the present pass is the last that this replica needs
+    is_last = False  # whether no replica has another; set before the backward pass
 
-    def __init__(
-        self,
-        program: Program,
-        gradient: WrappedGradient,
-        backend: Backend,
-        arguments: Arguments,
-        merges: Sequence[Reduction],
-    ):
-        super().__init__(program, gradient.parts, backend, arguments, None)
+    def __init__(self, owner: WrappedGradient, program: Program, *others: Any):
+        # First, as other replicas are told of any error from here on.
+        self.merges = owner.reductions(program)
+        super().__init__(program, owner.parts, *others)
         self.program: Program = program
-        self.module, self.wrapper, self.merges = gradient.module, gradient.wrapper, merges
+        self.owner, self.wrapper, self.module = owner, owner.wrapper, owner.module
+        self.gradient.reached.add(True)  # `backward` asks it of each loss
+        # Whether what is beside the gradients is added after the backward pass, which tells what
+        # that is.
+        self.adds_late = program.dropping is not None or program.observers is not None
+        self.is_stream = not (program.n or program.microbatch_size)
+        # Whether every pass reduces, for which it has to see each gradient.
+        self.meets = self.wrapper.meets_in_every_pass
+        self.may_fuse = not self.meets
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
+            self.own = self.own or self.owner.own_in(self.program.memory)
             stack.enter_context(explained())
             stack.enter_context(self.wrapper.window())
-            walk = self.program.memory.keep(Walk)
-            self.params: dict[str, torch.Tensor] = {**walk.trainable(self.module)}
-            self.inputs = [*self.params.values()]
-            leaves = [*self.inputs, *self.wrapper.leaves().values()]
-            ids = walk.through(self.module).ids
-            stack.enter_context(gradients_aside(leaves, ids))
-            # It needs the window's `.grad`s and flags.
-            stack.push(self._recover)
-            self.plans, self.key = self.program.memory.keep(Plans), call_key(self.params, ())
-            self.plan = self.plans.get(self.key) or Plan((OWN,), whole=(OWN,))
-            self.leaves = Leaves({OWN: self.params}, self.inputs, self.inputs)
-            self.loss_fn = partial(self.gradient.loss_fn, self.module)
-            devices = autocasting({leaf.device.type for leaf in self.inputs})
-            if devices:
-                self.outside = outside_of_autocast(devices, stack)
+            super().__enter__()
+            self.outside = partial(self._synchronised, self.outside)
+            stack.enter_context(gradients_aside(self.wrapper.leaves().values()))
+            # Until the last micro-batch is known to be the last, no pass synchronises.
+            self.waiting = stack.enter_context(ExitStack())
+            if self.wrapper.sync != "every":
+                self.waiting.enter_context(self.wrapper.waiting())
+            if self.program.dropping is not None:
+                self.statistics_before = buffers_of(self.module)
             self.push(stack.pop_all())
         return self
 
-    def _recover(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None:
+    def __exit__(self, *error: Any) -> bool | None:
+        if error[0] is not None:
             # Also where nothing has begun here: what the wrapper does next has to be the same on
-            # all replicas.
+            # all replicas. It needs the window's `.grad`s and flags.
             self.wrapper.recover()
-
-    # --- what is folded
-
-    @contextmanager
-    def passes(self, weights: Sequence[Scalar] = ()) -> Iterator[None]:
-        """The context of micro-batches: each has its own, as replicas meet between them."""
-        yield
+        return super().__exit__(*error)
 
     @property
     def arriving(self) -> Sequence[torch.Tensor]:
@@ -179,29 +166,32 @@ class OwnGrads(Window):
         computed_with = self.wrapper.leaves()
         return [computed_with.get(id(p), p) for p in self.inputs]
 
-    def bind(self, loss: torch.Tensor, aux: Tree) -> None:
+    def _count_writes(self, moving: Sequence[torch.Tensor] = ()) -> int:
+        return 0  # wrappers write to gradients in forward passes, too
+
+    def _bind(self, loss: torch.Tensor, aux: Tree, moving: Sequence[torch.Tensor]) -> Sums:
         """Makes room for the output, with the first loss. Raises FuncgaError for what cannot be
         folded.
         """
-        if self.sums is not None:
-            return
         known, dropping = self.plan.folding, self.program.dropping
-        folding = bound.folding_of(self, loss, aux)
-        reducers = [folding.outputs.folds[index] for index in folding.grads]
-        if folding is not known:
-            self._check([*zip(self.params, reducers, strict=True)])
-        self.is_weighted = reducers[0].fold.reducer.linear  # type: ignore[union-attr]
-        self.sums = Sums(folding)
+        sums = super()._bind(loss, aux, moving)
+        folding = sums.folding
         if dropping is not None:
-            self.sums = load("dropping.in_torch", "drop=").DroppingSums(dropping, folding)
+            sums = load("dropping.in_torch", "drop=").DroppingSums(dropping, folding)
+        folds: list[Any] = [folding.outputs.folds[index] for index in folding.grads]
+        if folding is not known:
+            self._check(folds)
+        self.is_weighted = folds[0].fold.reducer.linear
+        self.sums, sums.unit, sums.unit_is_fixed = sums, self.wrapper.scale, True
         if self.wrapper.wrapped:
             beside = self.beside(loss, aux)
             for merge in self.merges:
-                merge.propose(self.sums, beside)
+                merge.propose(sums, beside)
+        return sums
 
-    def _check(self, folds: Sequence[tuple[str, LeafFold | None]]) -> None:
+    def _check(self, folds: Sequence[Any]) -> None:
         """Raises FuncgaError if the folds of the gradients are not sums as they are added here."""
-        if not all(fold is not None and fold.fold.reducer.additive for _, fold in folds):
+        if not all(fold is not None and fold.fold.reducer.additive for fold in folds):
             raise FuncgaError(
                 "the gradients' fold is no sum, and a module's own gradients are only added, in "
                 "the backward pass. Fold them with funcga.mean(), per_weight() or sum(), and only "
@@ -209,18 +199,18 @@ class OwnGrads(Window):
                 "gradients use funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn)), "
                 "with the module not wrapped."
             )
-        for name, fold in folds:
-            assert fold is not None
-            promised = fold.accumulator_dtype
-            dtype = promised if self.alone else self.wrapper.sums_in(self.params[name])
-            if torch.promote_types(dtype, promised) != dtype:
+        # A gradient function that is called by itself has one micro-batch: nothing is summed.
+        is_alone = self.program.memory is self.owner.memory_alone
+        for (name, p), fold in zip(self.leaves.trees[OWN].items(), folds, strict=True):
+            promised, dtype = fold.accumulator_dtype, self.wrapper.sums_in(p)
+            if torch.promote_types(dtype, promised) != dtype and not is_alone:
                 narrow, wide = [str(each).removeprefix("torch.") for each in (dtype, promised)]
                 raise FuncgaError(
                     f"`{name}` has gradients that {self.wrapper.name} sums in {narrow} over the "
                     f"micro-batches, and the fold promises {wide}. {self.wrapper.remedy} Or "
                     f"say that {narrow} is meant: funcga.mean(dtype={narrow!r})."
                 )
-        if len({fold.fold.reducer.linear for _, fold in folds if fold is not None}) > 1:
+        if len({fold.fold.reducer.linear for fold in folds}) > 1:
             raise FuncgaError(
                 "some gradients are weighed, as by funcga.mean(), and others are not, as by "
                 "funcga.sum(): a module's own gradients come from one backward pass with one "
@@ -235,134 +225,31 @@ class OwnGrads(Window):
         values, outputs = self._rest(loss, aux, ()), self.sums.folding.outputs
         return [values.get(index) for index in range(len(outputs.folds))]
 
-    def add(self, loss: torch.Tensor, aux: Tree, weight: Scalar) -> None:
-        """Folds in what stands beside the gradients."""
-        sums = self.sums
-        assert sums is not None
-        loss_alone = sums.folding.loss_alone if self.program.dropping is None else None
-        if loss_alone is not None and loss.dtype is self.plan.loss_dtype:
-            sums.add_loss(loss, loss_alone, weight, sums.share(weight) or 0.0)
-            return
-        values = self._rest(loss, aux, ())
-        if self.observing is not None:
-            # It has seen the gradients of this replica times the cotangent.
-            seed = weight if self.is_weighted else 1.0
-            values.update(self.observing.measures(values, weight, seed))
-        sums.add(values, weight)
-
-    def reached(self) -> list[torch.Tensor]:
-        """What a backward pass adds to, as far as it is there."""
-        return [*self.wrapper.leaves().values()] or self.inputs
-
-    # --- the result
-
-    def gradients(self) -> list[torch.Tensor]:
-        """The gradients, in memory that nobody else holds; zeros where the loss depends on none."""
-        grads = [
-            torch.zeros_like(p, requires_grad=False) if p.grad is None else arrays.strided(p.grad)
-            for p in self.inputs
-        ]
-        if self.wrapper.fresh:
-            return grads
-        pairs = zip(grads, arrays.are_alone(grads), strict=True)
-        return [grad if is_alone else grad.clone() for grad, is_alone in pairs]
-
-    def put(self, gradients: Sequence[torch.Tensor]) -> None:
-        """Puts the gradients into the sums; a wrapper has divided them by its scale."""
-        sums, scale = self.sums, self.wrapper.scale
-        assert sums is not None
-        kinds, folds = sums.folding.kinds, sums.folding.folds
-        pairs = [*zip(sums.folding.grads, gradients, strict=True)]
-        # The scale is the unit of weighted sums. All others are multiplied by it.
-        plain = [gradient for index, gradient in pairs if kinds[index] != "weighted"]
-        if plain and scale != 1:
-            torch._foreach_mul_(local_tensors(plain), scale)
-        sums.hold_in(scale)
-        for index, gradient in pairs:
-            dtype = gradient.dtype if kinds[index] else folds[index].accumulator_dtype
-            sums.of[index] = gradient.to(dtype)
-        self.plans.put(self.key, self.plan)
-
-
-class ModuleWindow(OwnGrads):
-    """One window of a WrappedGradient: `fold` each micro-batch, and say which is the last; then
-    take the `result`.
-
-    A replica that raises an error must not leave the others in a collective of the wrapper's. So
-    they meet before such, unless nothing of the user's has run since they met.
-    """
-
-    def __init__(
-        self, program: Program, gradient: WrappedGradient, backend: Backend, arguments: Arguments
-    ):
-        across = gradient.merged_over(program.across)
-        # First, as other replicas are told of any error from here on.
-        merges = reductions_of(replace(program, across=across), backend)
-        super().__init__(program, gradient, backend, arguments, merges)
-        self.other_modules = gradient.other_modules
-        # Whether what is beside the gradients is added after the backward pass, which tells what
-        # that is.
-        self.adds_late = program.dropping is not None or program.observers is not None
-        self.is_stream = not (program.n or program.microbatch_size)
-        self.has_begun = False  # whether a pass has
-        self.is_last = False  # whether no replica has another; set before the backward pass
-
-    def __enter__(self) -> Self:
-        super().__enter__()
-        # Until the last micro-batch is known to be the last, no pass synchronises.
-        self.waiting = self.enter_context(ExitStack())
-        if self.wrapper.sync != "every":
-            self.waiting.enter_context(self.wrapper.waiting())
-        if self.program.dropping is not None:
-            self.statistics_before = buffers_of(self.module)
-        return self
-
     # --- micro-batches
 
     def fold(
         self, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: Scalar, last: bool = False
     ) -> None:
         """Folds one micro-batch in: the loss forwards, and backwards into the sums."""
-        with recording():
-            self._run(args, kwargs, weight, last)
-            if last:
-                self._fill_up(args, kwargs)
-
-    def _run(
-        self, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: Scalar | None, last: bool
-    ) -> None:
-        """Runs one micro-batch forward and backward, and folds it in, unless its weight is None.
-
-        `last`: whether it is the last that this replica needs.
-        """
         self._begin_pass(last)
-        scale, kwargs = self.gradient.read_scale(kwargs, self.backend)
         # A cotangent of 0 times a NaN is NaN, so a micro-batch that weighs nothing is masked.
-        masks = nullcontext() if weight else self._masked(weight)
-        with masks, recording_loss():
-            loss, aux, objective = self.forward(args, kwargs, scale)
-            # The first loss tells what becomes of every leaf. The cotangent depends on that.
-            self.bind(loss.detach(), aux)
-            seed = self._seed(objective, weight)
-            # Usually the loss is added first: before the last backward pass the replicas tell each
-            # other what they have folded.
-            if weight is not None and not self.adds_late:
-                self.add(loss.detach(), aux, weight)
-            self._backward(objective, seed, last)
-        if weight is not None and self.adds_late:
-            self.add(loss.detach(), aux, weight)
-
-    def _begin_pass(self, last: bool) -> None:
-        wrapper, is_first = self.wrapper, not self.has_begun
-        self.has_begun = True
-        if wrapper.meets_in_every_pass:
-            # Between two micro-batches of a stream code of the user's has run.
-            if is_first or self.is_stream:
-                self._meet(False)
-            return
-        if is_first and wrapper.begins_with_buffers:
-            self._meet(False)
+        with nullcontext() if weight else self.masked():
+            super().fold(args, kwargs, weight)
+            if self.due is not None:
+                self.backward(*self.due)
+                self.due = None
         if last:
+            self._fill_up(args, kwargs)
+
+    def _begin_pass(self, is_ending: bool) -> None:
+        """Meets the others where the forward pass communicates, and the user's code has run."""
+        self.is_ending, is_first = is_ending, self.sums is None
+        # Between two micro-batches of a stream code of the user's has run.
+        if (self.meets and (is_first or self.is_stream)) or (
+            is_first and self.wrapper.begins_with_buffers
+        ):
+            self._meet(False)
+        if is_ending and not self.meets:
             self.waiting.close()
 
     def _meet(self, last: bool) -> bool:
@@ -373,82 +260,102 @@ class ModuleWindow(OwnGrads):
             last = merge.meet(last)
         return last
 
-    def _meet_before_backward(self, last: bool) -> bool:
-        """`_meet`, and before the last pass of all tells what is folded, as far as it is known.
-
-        From there on a replica that has failed could not be told from one that is slow.
+    def _add_gradients(
+        self, loss: torch.Tensor, weight: float, share: float, moving: Sequence[torch.Tensor]
+    ) -> float:
+        """Lets a backward pass run: usually when the loss is in the sums, because before the last
+        one the replicas tell each other what they have folded.
         """
-        if not (last or self.wrapper.meets_in_every_pass):
-            return False
-        if not (self.adds_late or self.merges[1:]):
-            return self.merges[0].agree(last)
-        last = self._meet(last)
-        if last and not self.adds_late:
-            self.merges[0].agree()
-        return last
-
-    def _masked(self, weight: Scalar | None) -> AbstractContextManager[None]:
-        """A context in which what a micro-batch of no weight adds to weighted gradients is 0."""
-
-        def mask(gradient: torch.Tensor) -> torch.Tensor:
-            counts = weight is not None and not self.is_weighted
-            return gradient if counts else torch.zeros_like(gradient)
-
-        return masked([self.module, *self.wrapper.wrapped], self.reached, mask)
-
-    def _seed(self, loss: torch.Tensor, weight: Scalar | None) -> float:
-        """The cotangent: the weight, or 1 for plain sums; 0 if the weight is None."""
-        if weight is None or not self.is_weighted:
-            return float(weight is not None)
-        if loss.dtype.itemsize < 4 and not arrays.represents_exactly(loss.dtype, weight):
+        seed = self.seed_of(weight)
+        if not arrays.represents_exactly(loss.dtype, seed):
             raise FuncgaError(
                 f"the loss is {arrays.describe(loss.detach())}, which may not hold the weight "
-                f"{weight}. Return a loss in float32, computed from outputs in float32: "
+                f"{seed:g}. Return a loss in float32, computed from outputs in float32: "
                 "F.cross_entropy(module(x).float(), y)."
             )
-        return float(weight)
+        self.due = loss, seed
+        if self.adds_late:
+            self.backward(*self.due)
+            self.due = None
+        return seed
 
-    def _backward(self, loss: torch.Tensor, seed: float, last: bool) -> None:
+    def seed_of(self, weight: float) -> float:
+        """The cotangent of a loss. Sums that have no unit are to be sums over the replicas."""
+        assert self.sums is not None
+        seed = float(weight) if self.is_weighted else 1.0
+        return seed if self.sums.folding.are_weighted else seed * self.wrapper.scale
+
+    def backward(
+        self, loss: torch.Tensor, seed: float, moving: Sequence[torch.Tensor] = ()
+    ) -> None:
         """The backward pass of a loss, from this cotangent. Others' `.grad`s stay."""
-        wrapper = self.wrapper
         if not loss.requires_grad:
             raise FuncgaError(
                 "the loss does not depend on any parameter, so there is no backward pass for "
-                f"{wrapper.name} to synchronise in. Return a loss that is computed from "
+                f"{self.wrapper.name} to synchronise in. Return a loss that is computed from "
                 "module(x), 0 times that if need be."
             )
-        replaced = [*wrapper.leaves().values()]
-        inputs, others = self._inputs_and_others(loss, replaced)
-        run: Any = graphs.run  # what is reduced in this pass is to see each gradient
+        # The graph ends in these, and no pass is restricted to them: FSDP has hooks elsewhere.
+        replaced = [leaf for leaf in self.wrapper.leaves().values() if leaf.requires_grad]
+        self.seed, self.runs_whole = seed, bool(replaced)
+        super().backward(loss, seed, replaced)
+
+    @contextmanager
+    def _synchronised(
+        self, outside: Callable[[], AbstractContextManager[object]]
+    ) -> Iterator[None]:
+        """The context of a backward pass. The replicas meet before it, and before the last one of
+        all tell each other what is folded, as far as it is known.
+
+        From there on a replica that has failed could not be told from one that is slow.
+        """
+        if self.is_ending or self.meets:
+            if self.adds_late or self.merges[1:]:
+                self.is_last = self._meet(self.is_ending)
+                if self.is_last and not self.adds_late:
+                    self.merges[0].agree()
+            else:
+                self.is_last = self.merges[0].agree(self.is_ending)
         with ExitStack() as stack:
-            if others:
-                stack.enter_context(gradients_aside(others))
-            self.is_last = self._meet_before_backward(last)
             if self.is_last:
                 self.waiting.close()
-                stack.enter_context(wrapper.synchronising())
-            elif not wrapper.meets_in_every_pass:
-                run = run_of([*self.inputs, *replaced], False) or run
-            stack.enter_context(self.outside())
-            run(loss, torch.full_like(loss, seed, requires_grad=False), inputs, loss.is_cpu)
+                stack.enter_context(self.wrapper.synchronising())
+                self.may_fuse = False  # what is reduced in this pass is to see each gradient
+            stack.enter_context(outside())
+            yield
 
-    def _inputs_and_others(
-        self, loss: torch.Tensor, replaced: list[torch.Tensor]
-    ) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]:
-        """(the leaves that a pass is restricted to, or none if it runs unrestricted; leaves of
-        others that it reaches).
+    @contextmanager
+    def masked(self) -> Iterator[None]:
+        """A context of passes in which gradients are zeros if the cotangent is 0: of what modules
+        return, and of the leaves.
 
-        It runs unrestricted if the graph has functions written in Python, which may run passes of
-        their own; or if it does not end in the parameters, which FSDP has `replaced` by others.
+        The backward pass still runs, because the wrapper communicates in it. Outputs are masked
+        because a layer may send their gradients to other replicas. Leaves are masked because a NaN
+        among what a layer has saved, times a gradient of 0, is NaN.
         """
-        if not (replaced or EVERY or functions_alive()):
-            return (*self.inputs,), []
-        ids = {*map(id, (*self.inputs, *replaced))}
-        found = graphs.reach(loss, ids)
-        if not (found.custom or replaced):
-            return (*self.inputs,), []
-        closed_over = [p for module in self.other_modules for p in module.parameters()]
-        return (), found.foreign + [p for p in closed_over if id(p) not in ids]
+        hooks: dict[int, tuple[torch.Tensor, RemovableHandle]] = {}
+
+        def mask(gradient: torch.Tensor | None) -> torch.Tensor | None:
+            # DDP passes None on, where the loss does not use an output.
+            return gradient if gradient is None or self.seed else torch.zeros_like(gradient)
+
+        def watch(module: nn.Module, args: tuple[Tree, ...], output: Tree) -> None:
+            # FSDP2 makes the leaves in its first forward pass.
+            leaves = [*self.wrapper.leaves().values()] or self.inputs
+            for tensor in filter(torch.is_tensor, (*trees.flatten(output)[0], *leaves)):
+                if tensor.requires_grad and id(tensor) not in hooks:
+                    hooks[id(tensor)] = tensor, tensor.register_hook(mask)
+
+        watch(self.module, (), ())  # those that are there already
+        modules = self.module, *self.module.children(), *self.wrapper.wrapped
+        handles = [module.register_forward_hook(watch) for module in dict.fromkeys(modules)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            for tensor, hook in hooks.values():
+                _private.remove_hook(tensor, hook)
 
     # --- replicas with fewer micro-batches than others
 
@@ -467,7 +374,12 @@ class ModuleWindow(OwnGrads):
             # The rows only stand in for others, so running statistics, for instance, must not see
             # them.
             before = buffers_of(self.module)
-            self._run(args, kwargs, None, True)
+            self._begin_pass(True)
+            scale, named = self.gradient.read_scale(kwargs, self.backend)
+            with self.masked():
+                loss, aux, objective = self.forward(args, named, scale)
+                self.sums = self.sums or self._bind(loss.detach(), aux, ())
+                self.backward(objective, 0.0)
             if self.observing is not None:
                 self.observing.forget()
             put_back(before)
@@ -482,11 +394,27 @@ class ModuleWindow(OwnGrads):
         """
         check_no_stream(self.program)
         self.arguments = arguments = with_a_blank_row(arguments)
-        with recording():
+        with self.passes():
             self._fill_up(arguments.cut(0, 1, state), kwargs)
-        assert self.sums is not None
-        self.sums.state = state
+        if self.sums is not None:
+            self.sums.state = state
         return self.result()
+
+    # --- the result
+
+    def take_gradients(self) -> None:
+        """Puts the gradients into the sums, in memory that nobody else holds; zeros where the loss
+        depends on none.
+        """
+        assert self.sums is not None
+        grads = [
+            torch.zeros_like(p, requires_grad=False) if p.grad is None else arrays.strided(p.grad)
+            for p in self.inputs
+        ]
+        if not self.wrapper.fresh:
+            alone = zip(grads, arrays.are_alone(grads), strict=True)
+            grads = [grad if is_alone else grad.clone() for grad, is_alone in alone]
+        self.sums.of.update(zip(self.sums.folding.grads, grads, strict=True))
 
     def result(self) -> Tree:
         """The normalised result, in the structure of grad_fn's output, the same on every
@@ -495,57 +423,17 @@ class ModuleWindow(OwnGrads):
         sums: Any = self.sums
         is_dropping = self.program.dropping is not None
         with torch.no_grad():
-            gradients = self.gradients()
+            self.take_gradients()
             if is_dropping:
-                sums.look_at(local_tensors(gradients))
-            # The wrapper has merged the gradients already, so they join the sums only after the
-            # rest is merged.
+                sums.look_at(local_tensors([sums.of[index] for index in sums.folding.grads]))
+            # The wrapper has merged the gradients already.
             for merge in self.merges:
                 merge.merge()
-            if not (is_dropping or sums.steps):
-                raise nothing_to_fold()
-            self.put(gradients)
             if is_dropping:
                 sums.put_back_if_dropped(self.statistics_before)
+            elif not sums.steps:
+                raise nothing_to_fold()
             return sums.result()
-
-
-@contextmanager
-def masked(
-    modules: Sequence[nn.Module],
-    leaves: Callable[[], list[torch.Tensor]],
-    mask: Callable[[torch.Tensor], torch.Tensor],
-) -> Iterator[None]:
-    """A context in which the gradients of what the modules return, and those of the leaves, are
-    masked.
-
-    The backward pass still runs, because the wrapper communicates in it. Outputs are masked because
-    a layer may send their gradients to other replicas. Leaves are masked because a NaN among what a
-    layer has saved, times a gradient of 0, is NaN.
-    """
-    hooks: dict[int, tuple[torch.Tensor, RemovableHandle]] = {}
-
-    def mask_if_any(gradient: torch.Tensor | None) -> torch.Tensor | None:
-        # DDP passes None on, where the loss does not use an output.
-        return None if gradient is None else mask(gradient)
-
-    def watch(module: nn.Module, args: tuple[Tree, ...], output: Tree) -> None:
-        # FSDP2 makes the leaves in its first forward pass.
-        for tensor in [*trees.flatten(output)[0], *leaves()]:
-            is_new = isinstance(tensor, torch.Tensor) and id(tensor) not in hooks
-            if is_new and tensor.requires_grad:
-                hook = tensor.register_hook(mask_if_any)
-                hooks[id(tensor)] = tensor, hook
-
-    watch(modules[0], (), ())  # those that are there already
-    handles = [module.register_forward_hook(watch) for module in dict.fromkeys(modules)]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-        for tensor, hook in hooks.values():
-            _private.remove_hook(tensor, hook)
 
 
 def check_no_stream(program: Program) -> None:

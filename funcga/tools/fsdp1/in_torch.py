@@ -15,7 +15,7 @@ from funcga._call import supported
 from funcga.errors import FuncgaError
 from funcga.tools.fsdp1 import private_in_torch as private
 from torch_backend import _private
-from torch_backend.wrapped.ddp import Wrapper, assigned, in_no_sync
+from torch_backend.wrapped.ddp import Flags, Wrapper
 
 
 class FSDP1(Wrapper):
@@ -51,6 +51,7 @@ class FSDP1(Wrapper):
         flats = [flat for part in self.parts for flat in private.params_of_fsdp1(part)[:1]]
         return {id(flat): flat for flat in flats}
 
+    @cached_property
     def groups(self) -> list[list[dist.ProcessGroup]]:
         """The group that shards, and for HYBRID_SHARD the one that replicates."""
         return [private.groups_of_fsdp1(part) for part in self.parts]
@@ -65,7 +66,7 @@ class FSDP1(Wrapper):
         return param.dtype
 
     def window(self) -> AbstractContextManager[None]:
-        """Synchronises even inside of the user's no_sync().
+        """The context of a window.
 
         Raises FuncgaError if there are unsharded sums of the user's, since FSDP1 keeps them where
         the shards go; or unsharded parameters, since some would then have no gradient.
@@ -84,11 +85,11 @@ class FSDP1(Wrapper):
                 raise FuncgaError(
                     f"the module is wrapped by FullyShardedDataParallel and {problem}"
                 )
-        return assigned([(part, private.SYNCHRONISES_FSDP1, True) for part in self.parts])
+        return super().window()
 
-    def waiting(self) -> AbstractContextManager[None]:
-        """no_sync() around forward and backward passes."""
-        return in_no_sync(self.wrapped)
+    def flags(self, syncs: bool) -> Flags:
+        """That of no_sync()."""
+        return [(part, private.SYNCHRONISES_FSDP1, syncs) for part in self.parts]
 
     @contextmanager
     def synchronising(self) -> Iterator[None]:

@@ -12,29 +12,27 @@ aux, and sends them at the end of the window.
 import inspect
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
 
 import torch
 
-from funcga._backend import Backend
 from funcga._call import Program
 from funcga._call.arguments import Arguments
 from funcga._call.supported import PIPELINE
-from funcga._types import Across, Array, Scalar, Tree
+from funcga._types import Across, Scalar, Tree
 from funcga.errors import FuncgaError
 from funcga.folds import Fold
 from funcga.tools.pipelines.schedule_in_torch import Pipeline
 from torch_backend import arrays, trees
 from torch_backend.arrays import recording, recording_loss
-from torch_backend.engine.distributed import with_a_blank_row
 from torch_backend.modules.checks import check_not_wrapped
-from torch_backend.reduce import Reduction, reductions_of
+from torch_backend.reduce import Reduction
 from torch_backend.reduce.header import nothing_to_fold
 from torch_backend.replicas import Replicas, channel_of, check_alike
 from torch_backend.wrapped.ddp import DDP
-from torch_backend.wrapped.window import OwnGrads, WrappedGradient, check_no_stream, masked
+from torch_backend.wrapped.window import ModuleWindow, WrappedGradient
 
 Values = list[tuple[torch.Tensor, Tree]]  # the loss and the aux of each micro-batch
 
@@ -54,39 +52,26 @@ class Microbatch:
         return len(self.inputs[0])
 
 
-class PipelineWindow(OwnGrads):
+class PipelineWindow(ModuleWindow):
     """A window of a PipelineGradient: `fold` each micro-batch, then take the `result`."""
 
-    def __init__(
-        self,
-        program: Program,
-        gradient: "PipelineGradient",
-        backend: Backend,
-        arguments: Arguments,
-    ):
-        self.reductions: list[Reduction] = []
-        across = gradient.merged_over(program.across)
-        if across is not None:
-            self.reductions = reductions_of(replace(program, across=across), backend)
+    def __init__(self, owner: "PipelineGradient", program: Program, *others: Any):
+        super().__init__(owner, program, *others)
         # The processes that have the stages merge nothing, and meet before each step of the
         # schedule.
-        self.stages = Reduction(program.memory, Replicas(gradient.pipeline.group))
-        every = [self.stages, *self.reductions]
-        super().__init__(program, gradient, backend, arguments, every)
-        self.pipeline = gradient.pipeline
+        self.stages, *self.reductions = self.merges
+        self.pipeline = owner.pipeline
         # micro-batches of a step of the schedule; None if all of the window are one.
-        self.count = gradient.n_microbatches or program.n
+        self.count = owner.n_microbatches or program.n
         self.last_stage = LastStage(self)
-        self.waiting: list[Microbatch] = []  # for the next step of the schedule
+        self.kept: list[Microbatch] = []  # for the next step of the schedule
         self.weights: list[Scalar] = []  # of all that are folded
-        self.is_over = False  # whether no replica has another step of the schedule
         # Whether a micro-batch of weight 0 is no part of the result, so that a row of another one
         # can stand in for each of its own; and that row, of each input. There may be a NaN in its
         # own rows, which a gradient of 0 does not keep out of the parameters'.
         folds = trees.flatten(program.fold)[0]
         self.stands_in = all(isinstance(fold, Fold) and fold.reducer.linear for fold in folds)
         self.row: tuple[torch.Tensor, ...] | None = None
-        self.first: Arguments | None = None  # those of the first micro-batch
 
     def __enter__(self) -> Self:
         super().__enter__()
@@ -114,14 +99,13 @@ class PipelineWindow(OwnGrads):
                 "micro-batch begins before the last one has ended: no state can be threaded. Pass "
                 "it whole, in_axes=(0, None, 0), or close over it."
             )
-        self.first = self.first or self.arguments
-        self.waiting.append(self._microbatch(args, kwargs, weight))
+        self.kept.append(self._microbatch(args, kwargs, weight))
         self.weights.append(weight)
         if self._counts(weight):
-            self.row = self._inputs(weight, tuple([part[:1] for part in self.waiting[-1].inputs]))
+            self.row = self._inputs(weight, tuple([part[:1] for part in self.kept[-1].inputs]))
         # Micro-batches of weight 0 wait for one that counts, whose row stands in.
         is_ready = self.count is not None and (self.row is not None or not self.stands_in)
-        while self.waiting and (last or (is_ready and len(self.waiting) >= (self.count or 0))):
+        while self.kept and (last or (is_ready and len(self.kept) >= (self.count or 0))):
             self._run(last)
         if last:
             self._fill_up(args, kwargs)
@@ -130,8 +114,8 @@ class PipelineWindow(OwnGrads):
         """Runs steps that add nothing while other replicas have micro-batches: wrapped stages
         reduce in every step. Stages that are not wrapped run at least one.
         """
-        while not self.is_over:
-            self.waiting = [self._microbatch(args, kwargs, None)]
+        while not self.is_last:
+            self.kept = [self._microbatch(args, kwargs, None)]
             self._run(True)
 
     def _microbatch(
@@ -153,12 +137,12 @@ class PipelineWindow(OwnGrads):
         others will come. Raises FuncgaError if the schedule skips the reduction of wrapped stages.
         """
         wrapper, pipeline = self.wrapper, self.pipeline
-        count = self.count or len(self.waiting)
-        microbatches, self.waiting = self.waiting[:count], self.waiting[count:]
+        count = self.count or len(self.kept)
+        microbatches, self.kept = self.kept[:count], self.kept[count:]
         self.stages.meet(False)
-        is_over = last and not self.waiting
+        is_last = last and not self.kept
         for reduction in self.reductions if wrapper.wrapped else ():
-            is_over = reduction.meet(is_over)
+            is_last = reduction.meet(is_last)
         # A window that does not say how many it has is not shorter than the last one, for which a
         # schedule is built.
         at_least = max(pipeline.count, pipeline.stages[0].num_stages)
@@ -168,13 +152,13 @@ class PipelineWindow(OwnGrads):
         loss = partial(self.last_stage.loss, microbatches, len(self.last_stage.values))
         masks: AbstractContextManager[None] = nullcontext()
         if all(each.weight is None for each in microbatches):
-            masks = masked([*self.module.children()], self.reached, torch.zeros_like)
+            masks = self.masked()
         # The schedule itself prepares DDP for the last backward pass. The forward pass that infers
         # shapes must not: DDP would take the first backward pass for the last.
         waiting = wrapper.waiting() if isinstance(wrapper, DDP) else nullcontext()
         with recording(), masks, wrapper.synchronising(), waiting:
             pipeline.run(inputs, loss, self._together)
-        self.is_over = is_over
+        self.is_last = is_last
 
     def _counts(self, weight: Scalar | None) -> bool:
         """Whether the host knows that a micro-batch of this weight is a part of the result."""
@@ -200,7 +184,7 @@ class PipelineWindow(OwnGrads):
         In its first step a schedule runs an extra pass, to infer shapes.
         """
         wrapper = self.wrapper
-        for group in wrapper.groups()[0] if wrapper.in_step else ():
+        for group in wrapper.groups[0] if wrapper.in_step else ():
             channel = channel_of(group)
             channel.send_owed()
             needed = any(channel.all_gather(needed))
@@ -208,34 +192,24 @@ class PipelineWindow(OwnGrads):
 
     # --- the result
 
-    def result_without_microbatches(
-        self, arguments: Arguments, kwargs: dict[str, Tree], state: list[Array]
-    ) -> Tree:
-        """The result if only other replicas have rows: passes over a row of zeros, not folded."""
-        check_no_stream(self.program)
-        self.arguments = self.first = with_a_blank_row(arguments)
-        self._fill_up(self.arguments.cut(0, 1, state), kwargs)
-        return self.result()
-
     def result(self) -> Tree:
         """The normalised result, in the structure of grad_fn's output: the value is the same in
         every process.
         """
         values = self.last_stage.values_of_all(self.weights)
         self.stages.end()
-        self.arguments = self.first
-        self.bind(*values[0])
-        sums = self.sums
-        assert sums is not None
+        self.arguments = Arguments((), self.owner, self.backend)
+        sums = self.sums or self._bind(*values[0], ())
         with torch.no_grad():
-            for value, weight in zip(values, self.weights, strict=False):
-                self.add(*value, weight)
-            gradients = self.gradients()
-            self.put(gradients)
+            for (loss, aux), weight in zip(values, self.weights, strict=False):
+                sums.add(self._rest(loss, aux, ()), weight)
+            self.take_gradients()
             for reduction in self.reductions:
                 if not self.wrapper.wrapped:
-                    head = self.beside(*values[0])[: -len(gradients)]
-                    reduction.propose(sums, [*head, *gradients])
+                    leaves = self.beside(*values[0])
+                    for index in sums.folding.grads:
+                        leaves[index] = sums.of[index]
+                    reduction.propose(sums, leaves)
                 reduction.merge()
             if self.reductions and not sums.steps:
                 raise nothing_to_fold()
@@ -285,15 +259,13 @@ class LastStage:
         # The loss of the first micro-batch may be computed once more than the others, to learn
         # shapes.
         self.values[number] = loss.detach(), trees.detached(aux, recorded=True)
-        window.arguments = window.first
-        window.bind(loss.detach(), aux)
+        if window.sums is None:
+            window.sums = window._bind(loss.detach(), aux, ())
         weight = microbatch.weight
-        wide: torch.Tensor = loss.to(torch.promote_types(loss.dtype, torch.float32))
-        if weight is not None and not window.is_weighted:
-            return wide
-        if not weight:  # nothing of it counts, not even a NaN
+        seed = 0.0 if weight is None else window.seed_of(weight)
+        if not seed:  # nothing of it counts, not even a NaN
             return _zero(_recorded(output))
-        return wide.mul(weight)
+        return loss.to(torch.promote_types(loss.dtype, torch.float32)).mul(seed)
 
     def values_of_all(self, weights: Sequence[Scalar]) -> Values:
         """The loss and aux of every micro-batch: those of the last stage are sent to all processes,
@@ -375,12 +347,20 @@ class PipelineGradient(WrappedGradient):
     def __signature__(self) -> inspect.Signature | None:
         return None  # the arguments are the first stage's, and a target
 
-    def window(self, program: Program, backend: Backend, arguments: Arguments) -> PipelineWindow:
-        """One window of a program with this gradient function."""
-        self.check_not_traced()
+    def prepare(self) -> None:
+        """Lets the stages have the parameters that get gradients."""
         if not self.wrapper.wrapped:
             check_not_wrapped(self.module)
-        return PipelineWindow(program, self, backend, arguments)
+        super().prepare()
+
+    def window(self, program: Program, *others: Any) -> PipelineWindow:
+        """One window of a program with this gradient function."""
+        return PipelineWindow(self, program, *others)
+
+    def reductions(self, program: Program) -> list[Reduction]:
+        """What lets the processes with the stages meet, then what merges over replicas."""
+        stages = Reduction(program.memory, Replicas(self.pipeline.group))
+        return [stages, *super().reductions(program)]
 
     def merged_over(self, across: Across) -> Across:
         """The wrapper's own replicas, or those of across=."""

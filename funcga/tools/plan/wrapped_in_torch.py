@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import Node, get_gradient_edge
 
 from funcga._tools import load
 from funcga.tools.plan import private_in_torch
@@ -69,14 +70,16 @@ class _Reducer:
     """
 
     def __init__(self, ddp: nn.parallel.DistributedDataParallel):
-        self.ddp, self.buckets = ddp, list[torch.Tensor]()
+        self.ddp, self.buckets, self.nodes = ddp, list[torch.Tensor](), list[Node]()
         for name, p in ddp.module.named_parameters():
             if p.requires_grad and name not in ddp.parameters_to_ignore:
                 bucket = torch.zeros_like(p, requires_grad=False)
-                p.register_post_accumulate_grad_hook(partial(self._reduce, bucket))
+                node = get_gradient_edge(p).node
+                node.register_hook(partial(self._reduce, bucket, p))
+                self.nodes.append(node)  # it lives as long as the reducer
                 self.buckets.append(bucket)
 
-    def _reduce(self, bucket: torch.Tensor, p: torch.Tensor) -> None:
+    def _reduce(self, bucket: torch.Tensor, p: torch.Tensor, *gradients: object) -> None:
         if self.ddp.require_backward_grad_sync and p.grad is not None:
             bucket.copy_(p.grad)
             if self.ddp.gradient_as_bucket_view:

@@ -146,6 +146,14 @@ class ExportError(Exception):
     """Says why another framework does not support an array; the caller adds its path."""
 
 
+def no_device(name: object, framework: str, devices: list[str]) -> FuncgaError:
+    """The error for a device that a framework does not have here."""
+    return FuncgaError(
+        f"device={str(name)!r} is none that {framework} has here; it has "
+        f"{', '.join(map(repr, devices))}."
+    )
+
+
 def side(backend: Backend) -> Any:
     """The module of a framework: how it exports arrays to other frameworks and NumPy, and imports
     theirs. Both have the same functions.

@@ -10,10 +10,8 @@ import jax
 import numpy as np
 
 from funcga._types import Array, Dtype
-from funcga.tools.trees import ExportError, Extent
+from funcga.tools.trees import ExportError, Extent, no_device
 from jax_backend import _private, arrays
-from jax_backend.arrays import device as device
-from jax_backend.arrays import devices as devices
 
 Place: TypeAlias = jax.Device | jax.sharding.Sharding
 
@@ -22,6 +20,25 @@ def platforms() -> set[str]:
     """The kinds of devices from which this framework imports by DLPack: 'cpu', 'gpu' and so on."""
     # The CPU is left out: NumPy's arrays are uncommitted there, and go to the default device.
     return {device.platform for device in jax.local_devices()} - {"cpu"}
+
+
+def device(name: object) -> Place:
+    """The device of this name; FuncgaError, which says what there is, if there is none."""
+    if isinstance(name, jax.Device | jax.sharding.Sharding):
+        return name
+    platform, _, index = str(name).partition(":")
+    try:
+        return jax.local_devices(backend=platform)[int(index or 0)]
+    except (IndexError, RuntimeError, ValueError) as error:
+        raise no_device(name, "JAX", devices()) from error
+
+
+def devices() -> list[str]:
+    """The names of the devices that there are."""
+    kinds = sorted({"cpu", *(device.platform for device in jax.local_devices())})
+    return [
+        f"{kind}:{index}" for kind in kinds for index in range(len(jax.local_devices(backend=kind)))
+    ]
 
 
 def export_array(leaf: jax.Array, platforms: set[str]) -> Array:

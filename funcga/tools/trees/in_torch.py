@@ -7,12 +7,11 @@ from functools import cache
 from importlib import import_module
 
 import torch
-from torch.nn.parameter import is_lazy
 from torch.utils import dlpack
 
 from funcga._types import Array
-from funcga.errors import needs_numpy, no_device
-from funcga.tools.trees import ExportError, Extent, extent
+from funcga.errors import needs_numpy
+from funcga.tools.trees import ExportError, Extent, extent, no_device
 from torch_backend import arrays
 from torch_backend.dtensor import is_dtensor, local
 
@@ -45,7 +44,7 @@ def export_array(leaf: torch.Tensor, platforms: set[str]) -> Array:
     tensor = leaf.detach().resolve_conj().resolve_neg()
     # JAX calls both CUDA and ROCm "gpu", and imports only contiguous arrays by DLPack.
     platform = "gpu" if leaf.is_cuda else leaf.device.type
-    return tensor.contiguous() if platform in platforms else _as_numpy(tensor.cpu())
+    return tensor.contiguous() if platform in platforms else _as_numpy(tensor)
 
 
 def _check_exportable(leaf: torch.Tensor) -> None:
@@ -57,18 +56,6 @@ def _check_exportable(leaf: torch.Tensor) -> None:
             f"a DTensor {arrays.describe(leaf)}, which lies on several devices; x.full_tensor() "
             "does not"
         )
-    if is_lazy(leaf):
-        raise ExportError(
-            "a parameter of a lazy module, which has no shape yet. Run the module once before: "
-            "with torch.no_grad(): module(x)"
-        )
-    if leaf.layout is not torch.strided:
-        raise ExportError(
-            f"a sparse tensor {arrays.describe(leaf)}, or one of other parts; x.to_dense() is in "
-            "one piece"
-        )
-    if leaf.device.type == "meta":
-        raise ExportError(f"{arrays.describe(leaf)} on the meta device, where nothing has numbers")
     _check_dtype(_name(leaf.dtype), leaf.shape)
 
 
@@ -107,12 +94,13 @@ _DTYPES = _EXTENSIONS | {
 
 
 def _as_numpy(tensor: torch.Tensor) -> Array:
-    """NumPy's view of a tensor on the CPU."""
+    """A tensor as NumPy's, in its memory if it is on the CPU."""
     name = _name(tensor.dtype)
     # Without it a tensor only says that it is not available.
     with needs_numpy("this call"):
         import_module("numpy")
     try:
+        tensor = tensor.cpu()
         if name not in _EXTENSIONS:
             return tensor.numpy()
         import ml_dtypes
@@ -123,11 +111,8 @@ def _as_numpy(tensor: torch.Tensor) -> Array:
         raise ExportError(
             f"{arrays.describe(tensor)}, which NumPy has with ml_dtypes only: pip install ml_dtypes"
         ) from error
-    # Of a running torch.func transform, or of a FakeTensorMode.
-    except (
-        RuntimeError,
-        TypeError,
-    ) as error:
+    # Of a running torch.func transform, or of a FakeTensorMode, sparse, or on the meta device.
+    except (RuntimeError, TypeError) as error:
         raise ExportError(
             f"{arrays.describe(tensor)} without memory that can be read "
             f"({str(error).splitlines()[0].rstrip('.')}). A tensor inside of a torch.func "

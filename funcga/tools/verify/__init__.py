@@ -23,11 +23,11 @@ it. It uses `accumulate`, `coupled`, the folds, `to_numpy` and these seams of th
 """
 
 import importlib
+import json
 import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from math import inf
 
 from funcga._accumulate import accumulate
 from funcga._call import owner_of, step_program
@@ -36,6 +36,7 @@ from funcga._types import GradFn, TotalsFn, Tree, WeightFn
 from funcga.errors import FuncgaError, check_count
 from funcga.folds import FoldTree, mean
 from funcga.tools.coupled import Coupled
+from funcga.tools.reports.tables import json_text
 from funcga.tools.verify.causes import (
     Answer,
     Cause,
@@ -128,16 +129,10 @@ class Verdict:
             raise AssertionError(str(self))
 
     def as_dict(self) -> dict[str, object]:
-        """The verdict as dicts, tuples, strings, numbers and None, for JSON; a number that is not
-        finite is a string.
-        """
-        rows = [
-            # JSON has no numbers that are not finite.
-            row._asdict()
-            | {"ok": row.ok, "relative": row.relative if row.relative < inf else str(row.relative)}
-            for row in self.rows
-        ]
-        return asdict(self) | {"rows": rows}
+        """The verdict for JSON; numbers that are not finite are None."""
+        rows = [row._asdict() | {"ok": row.ok} for row in self.rows]
+        read: dict[str, object] = json.loads(json_text(asdict(self) | {"rows": rows}))
+        return read
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))

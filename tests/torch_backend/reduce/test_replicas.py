@@ -74,6 +74,7 @@ def statistics(params, x, y, tokens):
         "counts": tokens.new_ones(30),
         "sums": predicted.mean(0)[:, None] * torch.ones(40),
         "custom": predicted.abs().sum(0),
+        "squares": predicted.mean(0),
         "complex": torch.complex(predicted.sum(0), predicted.sum(0)),
         "nothing": None,
     }
@@ -85,6 +86,11 @@ PRODUCT = funcga.Fold(
         funcga.Monoid(lambda xp, like: xp.ones_like(like), lambda xp, a, b: a * b),
     ),
     funcga.normalizers.identity,
+)
+# A sum of two arrays for each leaf, and what they come to.
+SQUARES = funcga.Fold(
+    funcga.Reducer(lambda xp, v, w: (w * v, w * v * v), funcga.monoids.sum, kinds=("float",)),
+    funcga.normalizers.Normalizer(lambda xp, reduced, tally: reduced[1] - reduced[0] ** 2 / tally.weight),
 )
 STATISTICS = {
     "largest": funcga.max(),
@@ -100,6 +106,7 @@ STATISTICS = {
     "counts": funcga.sum(),
     "sums": funcga.mean(),
     "custom": PRODUCT,
+    "squares": SQUARES,
     "complex": funcga.mean(),
     "nothing": funcga.mean(),
 }

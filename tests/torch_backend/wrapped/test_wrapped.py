@@ -237,9 +237,9 @@ def test_the_outer_mesh_is_reduced_over_once():
 
 @pytest.mark.parametrize("wrapper", ["ddp_views", "fsdp1", "fsdp2"])
 def test_one_pass_over_memory_divides_what_is_weighed(wrapper):
-    """A wrapper's average of sums is first made a sum, for per_weight."""
+    """And none multiplies a wrapper's average of sums, which are plain sums already."""
     for found in processes().run(sent, wrapper, ("last",), [*FOLDS], size=2):
-        assert [passes for _, passes in found] == [1, 2, 1, 1]
+        assert [passes for _, passes in found] == [1, 1, 0, 1]
 
 
 # -- nothing outside is changed

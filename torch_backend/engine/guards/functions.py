@@ -5,39 +5,50 @@ if none of its inputs leads to a leaf, and some functions refuse a restricted pa
 pass is run, as in a loop by hand, and no leaf but the window's has another `.grad` afterwards.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 
 from torch_backend import graphs
 from torch_backend.engine.guards.aside import gradients_aside
 from torch_backend.engine.guards.recompute import recomputed
+from torch_backend.graphs import Reached
 from torch_backend.modules.closures import reachable
 
 
-def run_unrestricted(
-    loss: torch.Tensor,
-    cotangent: torch.Tensor,
-    on_host: bool,
-    leaves: Sequence[torch.Tensor],
-    originals: Sequence[torch.Tensor],
-    loss_fn: object,
-) -> None:
-    """`torch.autograd.backward(loss, cotangent)`, after which other leaves have their own `.grad`s.
-
-    `originals`: the tensors that the leaves are made of. Raises FuncgaError if one of these got a
-    gradient instead of its leaf.
+def restriction(
+    window: Any, loss: torch.Tensor, leaves: tuple[torch.Tensor, ...]
+) -> tuple[tuple[torch.Tensor, ...], AbstractContextManager[None]]:
+    """(the leaves that a pass of a window is restricted to, none if it runs as a whole; the context
+    of the pass).
     """
-    own_ids = {*map(id, leaves)}
-    in_graph = {id(leaf): leaf for leaf in graphs.reach(loss, own_ids).foreign}
+    found = graphs.reach(loss, {*map(id, leaves)})
+    if window.runs_whole or found.custom:
+        return (), _others_aside(window, found, leaves)
+    return leaves, nullcontext()
+
+
+@contextmanager
+def _others_aside(window: Any, found: Reached, leaves: Sequence[torch.Tensor]) -> Iterator[None]:
+    """A context after which all other leaves have their own `.grad`s. `found`: what a graph leads
+    to.
+
+    Raises FuncgaError if a tensor that a leaf is made of got a gradient instead of its leaf.
+    """
+    own_ids, originals = {*map(id, leaves)}, window.leaves.originals
+    in_graph = {id(leaf): leaf for leaf in found.foreign}
+    # Only passes that functions run by themselves reach what is not in the graph.
+    tensors: list[Any] = [*reachable(window.gradient), *originals] if found.custom else []
     around = {
         id(tensor): tensor
-        for tensor in (*reachable(loss_fn), *originals)
+        for tensor in tensors
         if isinstance(tensor, torch.Tensor) and tensor.requires_grad and tensor.is_leaf
     }
     others = {key: leaf for key, leaf in (in_graph | around).items() if key not in own_ids}
     with gradients_aside(others.values()):
-        graphs.run(loss, cotangent, (), on_host)
+        yield
         written = {key for key, leaf in others.items() if leaf.grad is not None} - in_graph.keys()
     if not written.isdisjoint(map(id, originals)):
         raise recomputed()

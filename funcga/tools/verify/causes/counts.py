@@ -1,6 +1,5 @@
 """Counts as totals=: what several terms are divided by, and totals that a step has already."""
 
-import re
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -23,7 +22,7 @@ def totals_line(probe: Probe, chosen: Sequence[Count], has_sum: bool) -> dict[st
     entries: dict[str, str] = {}
     terms = ["the_sum"] if has_sum else []
     for count in chosen:
-        name = "rows" if count.is_of_rows else _name_of(count)
+        name = "rows" if count.is_of_rows else "items"
         if name in entries:
             name += f"_{len(entries) + 1}"
         entries[name] = count.expression
@@ -36,13 +35,6 @@ def totals_line(probe: Probe, chosen: Sequence[Count], has_sum: bool) -> dict[st
         "signature": signature(probe),
         "terms": " + ".join(terms),
     }
-
-
-def _name_of(count: Count) -> str:
-    """A name for the count: "tokens" if it is of labels, else the last word of the expression."""
-    # Of `(batch["labels"][:, 1:] != -100).sum()` the word labels.
-    *_, word = re.findall(r"[A-Za-z_]\w*", re.sub(r"\.sum.*|\[:.*", "", count.expression))
-    return "tokens" if re.search("label|target|mask", word, re.IGNORECASE) else word
 
 
 # --- totals that a step has already

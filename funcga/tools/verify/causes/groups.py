@@ -38,7 +38,7 @@ class Kind(NamedTuple):
 # vector of size 1.
 Point = tuple[int, ...]
 _Points = dict[Point, Array]
-_POINTS = ((1, 0), (0, 1), (1, 1), (2, 0), (0, 2), (3, 0), (2, 2), (2, 1), (1, 2), (3, 1), (1, 3))
+_POINTS = ((1, 0), (0, 1), (1, 1), (2, 0), (0, 2), (2, 2), (3, 3), (2, 1), (1, 2), (3, 1), (1, 3))
 _NEEDED = {(1, 0), (0, 1), (1, 1), (2, 0), (0, 2), (2, 2)}
 
 # Of what converges as 1/k, such as a variance with Bessel's correction, a step is a third of the
@@ -75,11 +75,6 @@ class Evidence:
     def divides_by(self) -> str | None:
         """What the fold divides by."""
         return self.fold.normalizer.divides_by
-
-    @property
-    def tolerance(self) -> float:
-        """How much equal ratios may differ by rounding."""
-        return max(1e-5, 100 * self.case.limit.relative)
 
     def cause(self, key: str, **words: object) -> Cause:
         """The Cause with the texts of this key, for these leaves."""
@@ -169,8 +164,8 @@ class Evidence:
         kind = compare_groups(replace(self.case, probe=moved), self.leaves, self.a, self.b).kind
         if kind.name != self.kind.name:
             return kind.name in ("statistics", "coupled")
-        ratio = self.kind.ratio
-        return abs(ratio - kind.ratio) > self.tolerance * (ratio + kind.ratio)
+        ratio, tolerance = self.kind.ratio, max(1e-5, 100 * self.case.limit.relative)
+        return abs(ratio - kind.ratio) > tolerance * (ratio + kind.ratio)
 
 
 def compare_groups(case: Case, leaves: Sequence[int], a: Rows, b: Rows) -> Evidence:
@@ -209,7 +204,7 @@ def classify(f: _Points, tolerance: float) -> Kind:
     """The Kind of a function, from its scaled values at points (i, j)."""
     near: _Near = lambda x, y: bool(np.abs(x - y).max(initial=0.0) <= tolerance)
     # Not linear in the number of repetitions: neither a sum nor a mean.
-    if (3, 0) in f and not near(f[3, 0], 2 * f[2, 0] - f[1, 0]):
+    if (3, 3) in f and not near(f[3, 3], 2 * f[2, 2] - f[1, 1]):
         return _as_growth(f)
     # F = k S + M for k repetitions, so F(2i, 2j) - F(i, j) is S, and M what is left.
     once = ((1, 0), (0, 1), (1, 1))
@@ -231,7 +226,7 @@ def _as_growth(f: _Points) -> Kind:
     """The Kind of any other function that grows with repetitions: "statistics" if it converges,
     else "coupled".
     """
-    first, second = (float(np.linalg.norm(f[k + 1, 0] - f[k, 0])) for k in (1, 2))
+    first, second = (float(np.linalg.norm(f[k + 1, k + 1] - f[k, k])) for k in (1, 2))
     return Kind("statistics" if second < _SETTLING * first else "coupled")
 
 
