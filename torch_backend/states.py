@@ -52,7 +52,7 @@ def add(
             if is_dense and value.layout is torch.strided and wide is total.dtype:
                 groups.setdefault(1 if fold.adds == "plain" else weight, []).append(index)
             else:
-                after[index] = _combined(window, index, value if pure else value.detach(), weight)
+                after[index] = _combined(window, index, value, weight, pure)
         for factor, group in groups.items():
             values = [leaves[index] for index in group]
             totals = _added([after[index] for index in group], values, factor, is_first, donate)
@@ -60,9 +60,12 @@ def add(
     return [*after.values()]
 
 
-def _combined(window: Accumulation, index: int, value: torch.Tensor, weight: Scalar) -> Reduced:
-    """The accumulator of a leaf that torch does not add to."""
+def _combined(
+    window: Accumulation, index: int, value: torch.Tensor, weight: Scalar, pure: bool
+) -> Reduced:
+    """The accumulator of a leaf that torch does not add to; in no graph unless `pure`."""
     fold: Any = window.outputs.folds[index]
+    value = value if pure else value.detach()
     combined = window.combined(index, fold.lift(value, weight))
     # A monoid of the user's may return its argument, whose memory belongs to grad_fn.
     return combined.clone() if combined is value else combined

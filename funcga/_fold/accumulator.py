@@ -140,8 +140,10 @@ class Accumulation(NamedTuple):
         # The sums of an empty window may have no memory yet.
         steps, unit = arrays.scalar(self.tally.steps), unit_of(total, arrays)
         donate = donate and isinstance(steps, int) and steps > 0
-        window, share = self.in_unit(unit, donate), number / unit
-        if window is not self:  # sums that were rescaled have memory of their own
+        window, known, share = self, arrays.scalar(self.unit), number / unit
+        if not (type(known) is type(unit) is float and known == unit):  # seldom
+            window = self.in_unit(unit, donate)
+            # Sums that were rescaled have memory of their own.
             pairs = zip(self.accumulators, window.accumulators, strict=True)
             donate = donate or not any(old is new is not None for old, new in pairs)
         weights = [share if fold is not None and fold.is_mean else weight for fold in folds]
