@@ -5,7 +5,7 @@ options, checked.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypedDict, TypeVar
 
 from funcga import normalizers, reducers
@@ -45,15 +45,7 @@ class Options(TypedDict, total=False):
     drop_if: DropTest | None
 
 
-class KnownGradient:
-    """A gradient function that says where the gradient is in what it returns."""
-
-    def gradient_in(self, value: Tree) -> Tree:
-        """The part of a value of it that is the gradient."""
-        raise NotImplementedError
-
-
-class OwningGradient(KnownGradient):
+class OwningGradient:
     """A gradient function that brings parameters of its own: all of its arguments are split,
     unless in_axes says.
     """
@@ -102,6 +94,10 @@ class Memory:
     failed: bool = False
     kept: dict[type, object] = field(default_factory=dict)
 
+    def __reduce__(self) -> Any:
+        """Pickled without what was cached."""
+        return Memory, (self.step, self.options)
+
     def keep(self, kind: type[Kept], *args: object) -> Kept:
         """The cached object of this class: `kind(*args)`, made at the first call. Each backend
         has its own classes for what it computes once, not at every call.
@@ -135,8 +131,16 @@ class Program:
     dropping: Any = None
     on_each: Any = None  # of a plan: what runs a function on every device of a mesh
 
-    is_exact: bool = False  # whether a fold reads bits, as reproducible() does
-    is_told: bool = False  # whether other processes may take part in a call
+    @cached_property
+    def is_exact(self) -> bool:
+        """Whether a fold reads bits, as reproducible() does."""
+        return _is_exact(self.fold)
+
+    @cached_property
+    def is_told(self) -> bool:
+        """Whether other processes may take part in a call."""
+        owner = owner_of(self.grad_fn)
+        return self.across is not None or (owner is not None and owner.kind != MODULE)
 
     def backend(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Backend:
         """The backend that owns the arrays of a call."""
@@ -177,17 +181,14 @@ class Program:
     def weigh(self, arguments: Arguments, args: tuple[Any, ...], rows: int | None) -> Scalar:
         """The weight of a micro-batch: a number, or a 0-d array that the host does not see yet.
 
-        By default it is the number of rows; with `rows` None they are counted in the arguments.
+        By default it is the number of rows; with `rows` None they are counted in the arguments. It
+        is 1 if they cannot be counted and no fold asks for a weight.
         """
         if self.weight is not None:
             weight = self.weight(*arguments.split_args(args))
             return check_weight(weight, arguments.backend.arrays)
-        return self._count_rows(arguments) if rows is None else rows
-
-    def _count_rows(self, arguments: Arguments) -> int:
-        """The rows of a micro-batch that came split; 1 if they cannot be counted and no fold asks
-        for a weight.
-        """
+        if rows is not None:
+            return rows
         try:
             return arguments.rows()
         except FuncgaError as error:
@@ -221,15 +222,6 @@ class Program:
                 (self.observers.folds, self.fold), value, backend, carried=carried
             )
             outputs = replace(outputs, before=len(self.observers.folds))
-        describe, is_array = backend.arrays.describe, backend.arrays.is_array
-        for leaf_index, before in zip(outputs.threads, arguments.state, strict=True):
-            after = leaves[leaf_index]
-            if is_array(before) and (not is_array(after) or describe(after) != describe(before)):
-                raise FuncgaError(
-                    f"{outputs.paths()[leaf_index]} is {describe(after)}, and the carried state "
-                    f"came in as {describe(before)}. Every micro-batch gets what the one before "
-                    "returned: return the shape and dtype that came in."
-                )
         return outputs, leaves
 
 
@@ -291,7 +283,6 @@ def read_program(
         in_axes = _default_in_axes(grad_fn)
     # Imported now, as torch.compile may trace the first call.
     import_backends()
-    is_told = across is not None or (owner is not None and owner.kind != MODULE)
     step = None if across is None else step_of(grad_fn)
     memory = Memory(step, {} if owner is None else {**owner.options})
     return Program(
@@ -304,8 +295,6 @@ def read_program(
         device,
         across,
         memory,
-        is_exact=_is_exact(fold),
-        is_told=is_told,
     )
 
 
@@ -352,7 +341,7 @@ def _layers(grad_fn: GradFn) -> Iterator[GradFn]:
         else:
             # From the instance, where functools.wraps sets it: a gradient function has a
             # property of this name.
-            layer = vars(layer).get("__wrapped__") if hasattr(layer, "__dict__") else None
+            layer = getattr(layer, "__dict__", {}).get("__wrapped__")
 
 
 def step_program(step: object) -> Program | None:

@@ -143,8 +143,7 @@ class Window(ExitStack):
 
     def leaves_of(self, indices: Sequence[int], args: Sequence[Tree]) -> Leaves:
         """Leaves of the arguments of these indices, which share their memory; None stays None. A
-        module's own parameters are leaves themselves. Raises FuncgaError for what cannot be
-        differentiated.
+        module's own parameters are leaves themselves.
         """
         if self.own is not None:
             params: list[torch.Tensor] = [*self.own.params.values()]
@@ -157,8 +156,8 @@ class Window(ExitStack):
             try:
                 leaves = [original.detach().requires_grad_() for original in present]
             except (RuntimeError, AttributeError, ValueError):
-                # Numbers, integers, or tensors that were made in inference mode.
-                leaves = copied_leaves(present, tree, index, self.gradient, self.backend)
+                # Numbers, or tensors that were made in inference mode.
+                leaves = copied_leaves(present)
             each = iter(leaves)
             spread = [None if original is None else next(each) for original in originals]
             found.trees[index] = trees.unflatten(structure, spread)

@@ -155,32 +155,21 @@ class DroppingUpdates(Dropping):
         return self.is_kept(grads, leaves, weight, are_weighted, outputs.backend)
 
     def left_out(
-        self,
-        keep: bool | Array,
-        window: Accumulation,
-        after: Accumulation,
-        dropped: Any,
-        replicas: Any,
-    ) -> tuple[Accumulation, Any]:
-        """(the window `after` a micro-batch if it is kept, else the one before, which counts it as
-        rejected; the counts). With replicas these are summed at the end of the window.
+        self, keep: bool | Array, window: Accumulation, after: Accumulation
+    ) -> Accumulation:
+        """The window `after` a micro-batch if it is kept, else the one before, which counts it as
+        rejected.
         """
         without = window._replace(rejected=window.rejected + 1)
-        after = without if keep is False else _where(keep, after, without)
-        if replicas is None:
-            more = dropped.microbatches + (after.rejected - window.rejected)
-            dropped = dropped._replace(microbatches=more)
-        return after, dropped
+        return without if keep is False else _where(keep, after, without)
 
     def at_the_end(
-        self, dropped: Any, steps: Scalar, rejected: Scalar, replicas: Any, arrays: Arrays
+        self, dropped: Any, steps: Scalar, rejected: Scalar, arrays: Arrays
     ) -> tuple[bool | Array, Any]:
-        """(whether a window of `steps` folded micro-batches ends with an update, the counts).
-        Without replicas the `rejected` ones are counted already.
+        """(whether a window of `steps` folded and so many `rejected` micro-batches ends with an
+        update, the counts with those of this window).
         """
-        microbatches, windows = dropped
-        if replicas is not None:
-            microbatches = microbatches + rejected
+        microbatches, windows = dropped.microbatches + rejected, dropped.windows
         keep = steps > 0
         if self.scope == "window":
             # Without an update the folded ones are dropped, too. An empty window, flushed inside

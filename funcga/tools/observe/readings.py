@@ -9,7 +9,7 @@ from typing import Any
 from funcga import normalizers
 from funcga._backend import Backend
 from funcga._backend.prefixes import paths_and_leaves
-from funcga._call import KnownGradient, Program
+from funcga._call import Program
 from funcga._call.arguments import Arguments
 from funcga._fold.outputs import broadcast_folds
 from funcga._tools import load
@@ -64,11 +64,12 @@ class Observers:
             # A gradient function of funcga says which part the gradient is. In another's output
             # it is the part that looks like the params.
             numbered = backend.trees.unflatten(structure, [*range(len(leaves))])
-            gradient = (
-                self.grad_fn.gradient_in(numbered)  # the loop may have made another one of it
-                if isinstance(self.grad_fn, KnownGradient)
-                else locate(value, arguments.parts[0].value, backend)
-            )
+            # Of the function that was given: the loop may have made another one of it.
+            gradient_in = getattr(self.grad_fn, "gradient_in", None)
+            if gradient_in is None:
+                gradient = locate(value, arguments.parts[0].value, backend)
+            else:
+                gradient = gradient_in(numbered)
             kept.key = key
             kept.readings = Readings(self, program.fold, value, gradient, backend)
         return kept.readings

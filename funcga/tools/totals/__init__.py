@@ -151,7 +151,7 @@ class Count:
     def __call__(self, *args: Tree) -> Tree:
         """The tree of totals, of 0-d arrays in the types that count."""
         arguments = read_arguments(args, self.in_axes, self.grad_fn, self.backend)
-        value = self.totals(*arguments.split_args(args, "totals="))
+        value = self.totals(*arguments.split_args(args))
         leaves, structure = self.backend.trees.flatten(value)
         # Python numbers go to the device of the arrays, so that all totals are merged together.
         like = next((leaf for leaf in leaves if self.backend.arrays.is_array(leaf)), None)
