@@ -199,8 +199,8 @@ def _microbatch(
     narrow: Callable[..., jax.Array] | None = None,
 ) -> Callable[..., tuple[Tree, Tally | None]]:
     """`run(start, state)`: the output of grad_fn for `size` rows from row `start` on, or for all,
-    and its tally unless that is known. With observers the output is (placeholders for what they
-    fold, output).
+    and its tally unless that is known. Where it is watched, the output is (placeholders for what is
+    measured, output).
     """
     backend = arguments.backend
 
@@ -221,11 +221,9 @@ def _microbatch(
         whole = [arg for arg, part in zip(args, arguments.parts, strict=True) if not part.axes]
         with trees.check_unchanged((whole, own_kwargs)):
             value = program.grad_fn(*args, **own_kwargs)
-        if program.observers is not None:
-            value = (
-                program.observers.readings(program, value, arguments).placeholders(jnp.zeros(())),
-                value,
-            )
+        if program.watch is not None:
+            readings = program.watch.readings(program, value, arguments)
+            value = readings.placeholders(jnp.zeros(())), value
         return value, tally
 
     return run
@@ -362,8 +360,8 @@ def _step(
 ) -> Step:
     """The Step for micro-batches like the traced one."""
     readings = None
-    if program.observers is not None:
-        readings = program.observers.readings(program, traced.types[0][1], arguments)
+    if program.watch is not None:
+        readings = program.watch.readings(program, traced.types[0][1], arguments)
     run: Callable[..., tuple[Any, ...]] = traced.run
     in_scans = None
     if program.dropping is not None:  # all leaves are tested before one is folded
@@ -433,8 +431,6 @@ def _finished(program: Program, outputs: Outputs, folded: Folded, kwargs: Kwargs
     if program.dropping is not None:
         parts = load("dropping.in_jax", "drop=").unless_rejected(folded, *parts)
     result = outputs.join(*parts)
-    if program.observers is not None:
-        result = program.observers.observed(program, result, kwargs)
     if program.epilogues:
         result = program.finish(outputs.backend, result, kwargs)
     # Raises FuncgaError, which names the leaf, for a result that is lost where the host sees it.
@@ -522,7 +518,7 @@ class _Stream:
                 "the stream is empty: there is no micro-batch to fold, and so no structure to "
                 "return. Check the loader, or that a generator was not used up before."
             )
-        if self.program.observers is None and not self.program.epilogues:
+        if not self.program.epilogues:
             kwargs = {}  # not needed by finish
         return self.finish((bound.outputs, replicas), folded, chunks, kwargs)
 

@@ -78,9 +78,9 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
         if cuts and key is not None and window.plan is not plan:
             new = window.plan.with_cuts(arguments, cuts, devices)
             program.memory.keep(Plans).put(key, new)
-        if job.observers is None:
-            return result
-        return job.observers.observed(job, result, kwargs, None if cuts else arguments)
+        if job.epilogues:
+            return job.finish(backend, result, kwargs, None if cuts else arguments)
+        return result
 
     return fold if "torch._dynamo" not in sys.modules else _not_traced(fold, program)
 
@@ -169,9 +169,7 @@ def stream(program: Program, backend: Backend) -> Callable[..., Any]:
                 result = window.result_without_microbatches(nothing, kwargs, state)
         if nothing is None and key is not None and window.plan is not plan:
             plans.put(key, window.plan)
-        if job.observers is None:
-            return result
-        return job.observers.observed(job, result, kwargs, nothing)
+        return job.finish(backend, result, kwargs, nothing) if job.epilogues else result
 
     return fold if "torch._dynamo" not in sys.modules else _not_traced(fold, program)
 

@@ -131,7 +131,7 @@ class Program:
     # result after the last.
     prologue: Any = None
     epilogues: tuple[Callable[..., Tree], ...] = ()
-    observers: Any = None
+    watch: Any = None  # of a tool: what it folds of each gradient, beside the value
     dropping: Any = None
     on_each: Any = None  # of a plan: what runs a function on every device of a mesh
 
@@ -191,9 +191,9 @@ class Program:
         try:
             return arguments.rows()
         except FuncgaError as error:
-            # An observer measures each gradient in units of its weight.
+            # What watches measures each gradient in units of its weight.
             folds = arguments.backend.trees.flatten(self.fold, _is_fold)[0]
-            if self.observers is None and all(map(_ignores_weights, folds)):
+            if self.watch is None and all(map(_ignores_weights, folds)):
                 return 1
             raise FuncgaError(
                 "the rows of a micro-batch are its weight unless weight= says it, and they cannot "
@@ -212,15 +212,14 @@ class Program:
         """The Outputs for a first micro-batch with this value, and its leaves."""
         # The first micro-batch shows the structure; all later ones are checked against it.
         backend, carried = arguments.backend, arguments.carried() if arguments.state else []
-        if self.observers is None:
+        if self.watch is None:
             outputs, leaves = bind_outputs(self.fold, value, backend, carried=carried)
         else:
-            # Bound first without observers, so that errors name leaves of grad_fn's own output.
+            # The value is bound alone first, so that errors name leaves of grad_fn's own output.
             bind_outputs(self.fold, value[1], backend, carried=carried)
-            outputs, leaves = bind_outputs(
-                (self.observers.folds, self.fold), value, backend, carried=carried
-            )
-            outputs = replace(outputs, before=len(self.observers.folds))
+            folds = self.watch.folds
+            outputs, leaves = bind_outputs((folds, self.fold), value, backend, carried=carried)
+            outputs = replace(outputs, before=len(folds))
         describe, is_array = backend.arrays.describe, backend.arrays.is_array
         for leaf_index, before in zip(outputs.threads, arguments.state, strict=True):
             after = leaves[leaf_index]

@@ -247,10 +247,10 @@ class OwnGrads(Window):
             sums.add_loss(loss, loss_alone, weight, sums.share(weight) or 0.0)
             return
         values = self._rest(loss, aux, ())
-        if self.observing is not None:
+        if self.watching is not None:
             # It has seen the gradients of this replica times the cotangent.
             seed = weight if self.is_weighted else 1.0
-            values.update(self.observing.measures(values, weight, seed))
+            values.update(self.watching.measures(values, weight, seed))
         sums.add(values, weight)
 
     def reached(self) -> list[torch.Tensor]:
@@ -305,7 +305,7 @@ class ModuleWindow(OwnGrads):
         self.other_modules = gradient.other_modules
         # Whether what is beside the gradients is added after the backward pass, which tells what
         # that is.
-        self.adds_late = program.dropping is not None or program.observers is not None
+        self.adds_late = program.dropping is not None or program.watch is not None
         self.is_stream = not (program.n or program.microbatch_size)
         self.has_begun = False  # whether a pass has
         self.is_last = False  # whether no replica has another; set before the backward pass
@@ -471,8 +471,8 @@ class ModuleWindow(OwnGrads):
             # them.
             before = buffers_of(self.module)
             self._run(args, kwargs, None, True)
-            if self.observing is not None:
-                self.observing.forget()
+            if self.watching is not None:
+                self.watching.forget()
             put_back(before)
 
     def result_without_microbatches(

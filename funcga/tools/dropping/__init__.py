@@ -220,6 +220,6 @@ def dropping_updates(
             "is not finite: its scale would never back off, and no window be an update. Leave drop "
             "out: it skips such windows itself."
         )
-    test_option = "None" if test is None else "given"
-    memory.options = {**memory.options, "drop=": repr(scope), "drop_if=": test_option}
+    memory.options["drop="] = repr(scope)
+    memory.options["drop_if="] = "None" if test is None else "given"
     return DroppingUpdates(scope, test)

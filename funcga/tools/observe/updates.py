@@ -30,9 +30,7 @@ class ObservedFolding(Folding):
                 "dropped it counts anyway: read state.dropped. Observe what is summed, as "
                 "gradient_noise() does; or fold the window in one call, by funcga.accumulate."
             )
-        # Replicas have to observe alike.
-        observed = [f"an Observer of ({each.name})" for each in self.observers.folds[1:]]
-        memory.options = {**memory.options, "observe=": ", ".join(observed)}
+        memory.options["observe="] = self.observers.name
         super().__init__((self.observers.folds, fold), memory)
         self.before = len(self.observers.folds)
 
@@ -45,9 +43,8 @@ class ObservedFolding(Folding):
         """The empty window for gradients like these params, and what a state has as `observed`
         before the first update: NaN, in the structure and dtypes of later observations.
         """
-        arrays = backend.arrays
-        leaves = filter(arrays.is_array, backend.trees.flatten(params)[0])
-        like = next(leaves, arrays.as_array(0.0))
+        arrays, leaves = backend.arrays, backend.trees.flatten(params)[0]
+        like = next(filter(arrays.is_array, leaves), arrays.as_array(0.0))
         value = self._readings(params, backend).placeholders(like), params
         window, _ = super().empty(value, backend)
         observe = lambda: self.readings.observation(*window.outputs.structure_of(window.finished()))

@@ -66,7 +66,7 @@ def _of_summary(case: Case) -> Case:
     """The Case of summary_fn, with the totals of the whole batch."""
     probe = case.probe
     args, kwargs = probe.args, probe.kwargs
-    program = replace(probe.program, prologue=None, epilogues=())
+    program = replace(probe.program, prologue=None)
     return replace(case, probe=Probe(program, None, args, kwargs, probe.precise, "summary"))
 
 
