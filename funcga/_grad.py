@@ -3,13 +3,13 @@
 import functools
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, overload
 
 from funcga._backend import Arrays, Backend
-from funcga._backend.dispatch import backend_of, load_imported
+from funcga._backend.dispatch import backend_of, import_backends
 from funcga._backend.prefixes import leaf_paths
-from funcga._call import KnownGradient, Memory, Program
+from funcga._call import KnownGradient, Memory
 from funcga._call.arguments import argument_names
 from funcga._fold import as_number, is_quantity
 from funcga._types import Array, GradFn, LossFn, P, R, Scalar, Tree
@@ -59,9 +59,12 @@ class GradientFunction(KnownGradient):
         backend = backend_of([*args, *kwargs.values()], names)
         return backend.loop.alone(self, backend)(*args, **kwargs)
 
-    def bound(self, backend: Backend) -> GradFn:
+    def bound(self, backend: Backend, counts: bool = True) -> GradFn:
         """The framework's gradient function, which raises FuncgaError if loss_fn does not return
         a real scalar.
+
+        `counts`: whether it may count gradients. torch.compile must not read a Python counter: it
+        would compile anew for every value.
         """
 
         @functools.wraps(self.loss_fn, updated=())  # for the names of its parameters in messages
@@ -69,8 +72,6 @@ class GradientFunction(KnownGradient):
             arg_indices = self.arg_indices(len(args))
             for arg_index in arg_indices:
                 self.check_leaves(args[arg_index], arg_index, backend)
-            # torch.compile must not read a Python counter: it would compile anew for every value.
-            counts = not (backend.name == "torch" and backend.loop.is_traced(()))
             if counts:
                 _EVALUATIONS.count += 1
             scale = None
@@ -208,9 +209,9 @@ class GradientFunction(KnownGradient):
         elif depends is False and alone:
             differentiated = tuple(args[arg_index] for arg_index in self.arg_indices(len(args)))
             if any(leaf is not None for leaf in backend.trees.flatten(differentiated)[0]):
-                raise self.unreached(len(args), backend)
+                raise self.unreached(len(args))
 
-    def unreached(self, count: int, backend: Backend) -> FuncgaError:
+    def unreached(self, count: int) -> FuncgaError:
         """The error for a loss of `count` arguments that depends on no differentiated leaf."""
         names = argument_names(self.loss_fn, count)
         of = " or ".join(f"`{names[arg_index]}`" for arg_index in self.arg_indices(count))
@@ -218,7 +219,7 @@ class GradientFunction(KnownGradient):
             f"the loss does not depend on {of}: no gradient reaches an array of it, and nothing "
             "would be trained. loss_fn uses a module, or arrays, that it closes over, or it "
             "detaches what it computes. Compute the loss from the argument, as "
-            f"{backend.gradients.as_function_of_params} does."
+            "model.apply(params, x) does, or torch_backend.pure_loss(module, loss_fn)."
         )
 
 
@@ -325,13 +326,5 @@ def _gradient_function(
     loss_fn: LossFn, argnums: int | tuple[int, ...], has_aux: bool, with_value: bool, scaled: bool
 ) -> GradientFunction:
     check_callable(loss_fn, "loss_fn", "loss_fn(params, *batch) -> scalar")
-    load_imported()  # no import is left for the first call, which torch.compile may be tracing
+    import_backends()  # no import is left for the first call, which torch.compile may be tracing
     return GradientFunction(loss_fn, argnums, has_aux, with_value, scaled)
-
-
-def bound(program: Program, backend: Backend) -> Program:
-    """The program with the framework's gradient function, made once."""
-    # Those of other libraries work unchanged.
-    if isinstance(program.grad_fn, GradientFunction):
-        return replace(program, grad_fn=program.grad_fn.bound(backend))
-    return program

@@ -1,9 +1,7 @@
 """The one error type of funcga, and what its texts share."""
 
-import inspect
 import operator
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,12 +17,6 @@ class FuncgaError(ValueError):
         >>> funcga.accumulate(lambda x: x.mean(), 0)
         Traceback (most recent call last):
         funcga.errors.FuncgaError: n is 0: it must be an int, at least 1. Write n=8, or n="auto".
-    """
-
-
-class TooFewRowsError(FuncgaError):
-    """A FuncgaError about a loss that cannot take a micro-batch of so few rows; with more of
-    them it can.
     """
 
 
@@ -96,24 +88,3 @@ def check_count(value: Any, name: str, instead: str = "") -> int:
             f"{name} is {value!r}: it must be an int, at least 1. Write {name}=8{instead}."
         )
     return count
-
-
-def refuses_arguments(
-    function: Callable[..., object], count: int, keywords: Iterable[str], error: TypeError
-) -> bool:
-    """Whether `error` says that a function does not take so many positional arguments, or one of
-    these keywords.
-
-    False for an error from inside of the function, and for a function that does not say what it
-    takes.
-    """
-    try:
-        inspect.signature(function).bind(*range(count), **dict.fromkeys(keywords))
-    except TypeError:
-        # A decorator may show another signature than it has. Then the function that it calls was
-        # entered.
-        code = getattr(inspect.unwrap(function), "__code__", None)
-        return all(frame.f_code is not code for frame, _ in traceback.walk_tb(error.__traceback__))
-    except ValueError:  # a builtin without a signature
-        return False
-    return False

@@ -89,7 +89,7 @@ def without_weak_type(leaf: Array) -> jax.Array:
 
 
 def cast(array: Array, dtype: Dtype, beside: Array | None = None) -> jax.Array:
-    """The array in another dtype, and on the device of the one beside it."""
+    """The array, or number, in a dtype, and on the device of the one beside it."""
     # JAX itself places numbers, as all arrays of a program are on the same devices.
     return jnp.asarray(array, dtype=dtype)
 
@@ -123,14 +123,6 @@ def slice(array: Array, axis: int, start: Scalar, size: int) -> jax.Array:
         whole = NamedSharding(sharding.mesh, PartitionSpec(*entries))
         array = jax.sharding.reshard(array, whole)
     return lax.dynamic_slice_in_dim(array, start, size, axis)
-
-
-def finite(arrays: Sequence[jax.Array | None]) -> jax.Array:
-    """Whether all numbers are finite, as a 0-d array; None is skipped."""
-    all_finite = jnp.asarray(True)
-    for array in arrays:
-        all_finite = all_finite if array is None else jnp.isfinite(array).all() & all_finite
-    return all_finite
 
 
 def scalar(weight: Scalar) -> Scalar:
@@ -171,11 +163,6 @@ def addends(weight: Scalar, wide: bool) -> tuple[jax.Array, ...]:
         else jnp.zeros_like(weight)
     )
     return two_sum((weight - low).astype(jnp.float32), low.astype(jnp.float32))
-
-
-def integer(number: Scalar) -> jax.Array:
-    """A count as a 0-d int32 array."""
-    return jnp.asarray(number, dtype=jnp.int32)
 
 
 def device(name: object) -> jax.Device | jax.sharding.Sharding:

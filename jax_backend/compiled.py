@@ -7,15 +7,10 @@ import jax
 from funcga._types import Tree
 from jax_backend import arrays
 from jax_backend._private import is_tracing
-from jax_backend.trees import Static, split
+from jax_backend.trees import Static, check_unshared, split
 
 
-def compiled(
-    function: Callable[..., Tree],
-    *,
-    keep_unused: bool = False,
-    is_checked: bool = False,
-) -> Callable[..., Tree]:
+class Compiled:
     """`f(settings, *args)`: `function(*settings, *args)`, jitted for calls outside of any trace,
     and unchanged inside of jit, vmap, grad or shard_map.
 
@@ -24,27 +19,33 @@ def compiled(
     that is neither an array nor hashable, and if the host sees that a result is lost.
     """
 
-    def run(settings: tuple[Hashable, ...], static: Static, arrays: Sequence[jax.Array]) -> Tree:
-        return function(*settings, *static.tree(arrays))
+    def __init__(
+        self, function: Callable[..., Tree], is_checked: bool = False, keep_unused: bool = False
+    ):
+        def run(
+            settings: tuple[Hashable, ...], static: Static, arrays: Sequence[jax.Array]
+        ) -> Tree:
+            return function(*settings, *static.tree(arrays))
 
-    of_arrays = jax.jit(run, static_argnums=(0, 1), keep_unused=keep_unused)
+        self.function, self.is_checked = function, is_checked
+        self.of_arrays = jax.jit(run, static_argnums=(0, 1), keep_unused=keep_unused)
 
-    def call(settings: tuple[Hashable, ...], *args: Tree) -> Tree:
+    def __call__(self, settings: tuple[Hashable, ...], *args: Tree) -> Tree:
+        """The result of the function."""
         if is_tracing():
-            result = function(*settings, *args)
-            return result[0] if is_checked else result
+            check_unshared(args)  # as `split` does
+            result = self.function(*settings, *args)
+            return result[0] if self.is_checked else result
         static, leaves = split(args)
-        result = of_arrays(settings, static, leaves)
-        if not is_checked:
+        result = self.of_arrays(settings, static, leaves)
+        if not self.is_checked:
             return result
         result, lost = result
         # The host does not wait for an accelerator. The same call without jit raises, with the
         # path of the leaf.
         if any(arrays.scalar(is_lost) is True for is_lost in lost):
-            function(*settings, *args)
+            self.function(*settings, *args)
         return result
-
-    return call
 
 
 def inlined(function: Callable[..., Tree]) -> Callable[..., Tree]:

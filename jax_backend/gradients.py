@@ -3,6 +3,7 @@ optax.
 """
 
 import importlib
+import sys
 from functools import cache
 from types import ModuleType
 
@@ -16,14 +17,14 @@ from funcga._types import Array, GradFn, LossFn, Tree
 from funcga.errors import FuncgaError
 from jax_backend import _private, arrays, trees
 
-as_function_of_params = "model.apply(params, x)"
-
 
 def value_and_grad(loss_fn: LossFn, arg_indices: tuple[int, ...]) -> GradFn:
     """A function that returns ((value, aux), grads) of one that returns (value, aux); grads has
     a tree an index.
     """
     transform = jax.value_and_grad(loss_fn, argnums=arg_indices, has_aux=True)
+    if trees.NNX not in sys.modules:
+        return transform
 
     def of_trained(*args: Tree, **kwargs: Tree) -> Tree:
         trees.check_trained([args[arg_index] for arg_index in arg_indices])

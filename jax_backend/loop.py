@@ -1,14 +1,15 @@
 """The loop over the micro-batches: a scan over those of one size, which carries the accumulators.
 
 `accumulate` scans over the micro-batches of each size, all in one program; `stream` runs a program
-for each. Both begin with `_begin`, fold a micro-batch by `Step.add`, merge over replicas in
-`_merged`, and normalise in `_finished`.
+for each. Both trace `_evaluate`, begin with `_begin`, fold a micro-batch by `Step.add`, merge over
+replicas in `_merged`, and normalise in `_finished`.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -24,21 +25,15 @@ from funcga._call.arguments import Arguments, groups
 from funcga._fold import LEAST32, MOST32, LeafFold, Tally, check_narrow
 from funcga._fold.accumulator import unit_of
 from funcga._fold.outputs import Outputs
-from funcga._grad import GradientFunction, bound
+from funcga._grad import GradientFunction
 from funcga._tools import load
-from funcga._types import GradFn, R, Reduced, Scalar, Tree
+from funcga._types import GradFn, Reduced, Scalar, Tree
 from funcga.errors import FuncgaError
 from jax_backend import arrays, sharding, trees
 from jax_backend._private import is_tracing
-from jax_backend.compiled import compiled, inlined
+from jax_backend.compiled import Compiled, inlined
 from jax_backend.merge import Folded, merge
-from jax_backend.replicas import (
-    REPLICATED,
-    Replicas,
-    replicas_of,
-    requiring_across,
-    varying,
-)
+from jax_backend.replicas import Replicas, merging_over, varying
 from jax_backend.sharding import Spread
 from jax_backend.trees import Static, partition, split
 
@@ -57,18 +52,10 @@ Result: TypeAlias = tuple[Tree, list[jax.Array]]
 
 def accumulate(program: Program, backend: Backend) -> Callable[[Args, Kwargs], Tree]:
     """f(args, kwargs): the fold of the program over the micro-batches cut from args."""
-    step = program.memory.keep(_Accumulate, program, backend).step
+    step = program.memory.keep(Compiled, partial(accumulated, program, backend), True)
     return lambda args, kwargs: step(
         (sharding.spread_of_call(program, args, backend),), args, kwargs
     )
-
-
-class _Accumulate:
-    """Cached by a step of `accumulate`: its jitted function."""
-
-    def __init__(self, program: Program, backend: Backend):
-        step = partial(accumulated, bound(program, backend), backend)
-        self.step = compiled(step, is_checked=True)
 
 
 def accumulated(
@@ -92,81 +79,52 @@ def fold_batch(
     program: Program, backend: Backend, spread: Spread, args: Args, kwargs: Kwargs
 ) -> tuple[Outputs, Folded, Spread]:
     """The folds over a batch before they are normalised, and the Spread that was used."""
-    fold = partial(_fold_batch, program, backend, spread)
-    return _over_replicas(fold, program, args, kwargs)
+    with merging_over(program.across) as replicas:
+        if replicas is not None:
+            args, kwargs = varying((args, kwargs), replicas)
+        arguments = program.read(args, backend)
+        rows = arguments.rows()
+        sizes = groups(rows, program.n, program.microbatch_size)
+        narrow = None
+        if spread.blocks > 1 and all(size % spread.blocks == 0 for _, size in sizes):
+            narrow = partial(sharding.rows_of_blocks, spread.blocks)
+        # A number of rows is a weight: a Python number, which XLA fuses with the addition.
+        weights = [jnp.asarray(size) if is_symbolic_dim(size) else size for _, size in sizes]
 
+        def trace(size: int, state: State) -> Traced:
+            call = program, arguments, kwargs, size, narrow
+            # jit, so that grad_fn is traced once for both the shapes and the loop; inline, so that
+            # no call remains. No partial, of whose arguments jit makes a text.
+            run = jax.jit(lambda start, state: _evaluate(*call, start, state), inline=True)
+            return Traced(run, *jax.make_jaxpr(run, return_shape=True)(jnp.int32(0), state))
 
-def _over_replicas(fold: Callable[..., R], program: Program, *operands: Tree) -> R:
-    """`fold(replicas, *operands)`, with the replicas of `across=`; the operands are marked as
-    differing between them.
-    """
-    if program.across is None and REPLICATED.get() is None:
-        return fold(None, *operands)
-    # Read outside of the context, in which a fold inside of grad_fn needs no across=.
-    replicas = replicas_of(program.across)
-    with requiring_across(()):
-        return fold(replicas, *varying(operands, replicas))
-
-
-def _fold_batch(
-    program: Program,
-    backend: Backend,
-    spread: Spread,
-    replicas: Replicas | None,
-    args: Args,
-    kwargs: Kwargs,
-) -> tuple[Outputs, Folded, Spread]:
-    trees.check_unshared((args, kwargs))
-    arguments = program.read(args, backend)
-    rows = arguments.rows()
-    sizes = groups(rows, program.n, program.microbatch_size)
-    narrow = None
-    if spread.blocks > 1 and all(size % spread.blocks == 0 for _, size in sizes):
-        narrow = partial(sharding.rows_of_blocks, spread.blocks)
-    # Each micro-batch weighs its rows, unless some may be dropped.
-    is_known = program.weight is None and program.dropping is None
-
-    def trace(size: int, state: State) -> Traced:
-        microbatch = _microbatch(program, arguments, kwargs, is_known, size, narrow)
-        # jit, so that grad_fn is traced once for both the shapes and the loop; inline, so that no
-        # call remains.
-        run = jax.jit(microbatch, inline=True)
-        return Traced(run, *jax.make_jaxpr(run, return_shape=True)(jnp.int32(0), state))
-
-    first, (_, size) = 0, sizes[0]
-    state = [*map(arrays.without_weak_type, arguments.state)]
-    traced = trace(size, state)
-    outputs, _ = program.bind(traced.types[0], arguments)
-    # The outputs show whether micro-batches may take other rows.
-    if narrow is not None and not sharding.may_reorder_rows(outputs, size):
-        spread = replace(spread, blocks=1)
-        return _fold_batch(program, backend, spread, replicas, args, kwargs)
-    # With equal rows as the unit each micro-batch weighs 1, so that XLA adds every gradient in
-    # place. Else a power of 2, by which division is exact.
-    unit: Scalar = None
-    if is_known:
-        unit = _weight(size) * 1.0 if len(sizes) == 1 else 2.0 ** (size.bit_length() - 1)
-    folded = _begin(outputs, spread, traced, state, program.dropping)
-    chunks = []
-    for count, size in sizes:  # one or two sizes, and a scan for each
-        traced = trace(size, folded.state) if first else traced
-        step = _step(program, arguments, outputs, traced, _weight(size), unit)
-        starts = first + size * jnp.arange(count, dtype=jnp.int32)
-        folded, collected = _scan(step, folded, traced.program, starts)
-        if is_known:  # so not counted in the loop
-            total = folded.total.merge(arrays.tally(count * size, count))
-            folded = folded._replace(total=total)
-        chunks.append(collected)
-        first += count * size
-    if narrow is not None:
-        chunks = [sharding.in_order(outputs, spread.blocks, sizes, chunks)]
-    folded = spread.pinned(outputs, folded)
-    return outputs, _merged(outputs, replicas, folded, chunks, unit), spread
-
-
-def _weight(rows: Scalar) -> Scalar:
-    """The weight of so many rows: a Python number, which XLA fuses with the addition."""
-    return jnp.asarray(rows) if is_symbolic_dim(rows) else rows
+        state, first, size = [*map(arrays.without_weak_type, arguments.state)], 0, sizes[0][1]
+        traced = trace(size, state)
+        outputs, _ = program.bind(traced.types[0], arguments)
+        # The outputs show whether micro-batches may take other rows.
+        if narrow is not None and not sharding.may_reorder_rows(outputs, size):
+            narrow, spread = None, replace(spread, blocks=1)
+            traced = trace(size, state)
+        total, unit = arrays.tally(0, steps=0), None
+        if program.weight is None and program.dropping is None:  # so not counted in the loop
+            total = arrays.tally(rows, sum(count for count, _ in sizes))
+            # With equal rows as the unit each micro-batch weighs 1, so that XLA adds every gradient
+            # in place. Else a power of 2, by which division is exact.
+            unit = weights[0] * 1.0 if len(sizes) == 1 else 2.0 ** (size.bit_length() - 1)
+        folded, chunks = _begin(outputs, spread, traced, state, total, program.dropping), []
+        # One or two sizes, and a scan for each.
+        for (count, size), weight in zip(sizes, weights, strict=True):
+            traced = trace(size, folded.state) if first else traced
+            step = _step(program, arguments, outputs, traced, weight, unit)
+            starts = first + size * jnp.arange(count, dtype=jnp.int32)
+            folded, collected = _scan(step, folded, traced.program, starts)
+            chunks.append(collected)
+            first += count * size
+        if narrow is not None:
+            chunks = [sharding.in_order(outputs, spread.blocks, sizes, chunks)]
+        if spread.arguments:
+            folded = spread.pinned(outputs, folded)
+        return outputs, _merged(outputs, replicas, folded, chunks, unit), spread
 
 
 def _scan(
@@ -190,43 +148,42 @@ def _scan(
 # -- a micro-batch
 
 
-def _microbatch(
+def _evaluate(
     program: Program,
     arguments: Arguments,
     kwargs: Kwargs,
-    is_known: bool = False,
-    size: int | None = None,
-    narrow: Callable[..., jax.Array] | None = None,
-) -> Callable[..., tuple[Tree, Tally | None]]:
-    """`run(start, state)`: the output of grad_fn for `size` rows from row `start` on, or for all,
-    and its tally unless that is known. Where it is watched, the output is (placeholders for what is
-    measured, output).
+    size: int | None,
+    narrow: Callable[..., jax.Array] | None,
+    start: Scalar,
+    state: State,
+) -> tuple[Tree, Tally | None]:
+    """The output of grad_fn for `size` rows from row `start` on, or for all, and its tally unless
+    that is known. Where it is watched, the output is (placeholders for what is measured, output).
     """
-    backend = arguments.backend
-
-    def run(start: Scalar, state: State) -> tuple[Tree, Tally | None]:
-        args = arguments.cut(start, size, state, narrow)
-        tally, remake = None, lambda leaf: leaf
-        if not is_known:
-            weight = program.weigh(arguments, args, _weight(size))
-            if jax.dtypes.canonicalize_dtype(np.float64) != np.float64:
-                check_narrow(weight)
-            tally = arrays.tally(weight)
-            is_seen = isinstance(weight, int | float)
-            if program.weight is not None and not is_seen and program.weighs_all(backend):
-                remake = partial(_constant_if_weightless, tally.total)
-        # tree.map also copies containers into the running trace, to which an object of nnx
-        # belongs.
-        args, own_kwargs = jax.tree.map(remake, (args, kwargs))
-        whole = [arg for arg, part in zip(args, arguments.parts, strict=True) if not part.axes]
-        with trees.check_unchanged((whole, own_kwargs)):
-            value = program.grad_fn(*args, **own_kwargs)
-        if program.watch is not None:
-            readings = program.watch.readings(program, value, arguments)
-            value = readings.placeholders(jnp.zeros(())), value
-        return value, tally
-
-    return run
+    args, backend = arguments.cut(start, size, state, narrow), arguments.backend
+    tally, remake, grad_fn = None, lambda leaf: leaf, program.grad_fn
+    # Each micro-batch weighs its rows, unless some may be dropped.
+    if size is None or program.weight is not None or program.dropping is not None:
+        weight = program.weigh(arguments, args, size)
+        if jax.dtypes.canonicalize_dtype(np.float64) != np.float64:
+            check_narrow(weight)
+        tally = arrays.tally(weight)
+        is_seen = isinstance(weight, int | float)
+        if program.weight is not None and not is_seen and program.weighs_all(backend):
+            remake = partial(_constant_if_weightless, tally.total)
+    # tree.map also copies containers into the running trace, to which an object of nnx belongs.
+    args, kwargs = jax.tree.map(remake, (args, kwargs))
+    whole = [arg for arg, part in zip(args, arguments.parts, strict=True) if not part.axes]
+    # Those of other libraries work unchanged.
+    if isinstance(grad_fn, GradientFunction):
+        grad_fn = grad_fn.bound(backend)
+    uses_nnx = trees.NNX in sys.modules
+    with trees.check_unchanged((whole, kwargs)) if uses_nnx else nullcontext():
+        value = grad_fn(*args, **kwargs)
+    if program.watch is not None:
+        readings = program.watch.readings(program, value, arguments)
+        value = readings.placeholders(jnp.zeros(())), value
+    return value, tally
 
 
 def _constant_if_weightless(weight: jax.Array, leaf: Tree) -> Tree:
@@ -270,7 +227,9 @@ class Into(NamedTuple):
         """The accumulator, or a row of it, with a value."""
         if self.factor is not None:
             before = jax.tree.map(lambda part: part * self.factor.astype(part.dtype), before)
-        return self.fold.combine(before, self.fold.lift(value, self.weight))
+        return self.fold.fold.reducer.monoid.combine(
+            jnp, before, self.fold.lift(value, self.weight)
+        )
 
 
 class Weighed(NamedTuple):
@@ -339,7 +298,7 @@ class Step:
             # The unit follows the total, so that no sum is much larger than its mean.
             unit = unit_of(total.total, arrays)
             factor = unit_of(before.total.total, arrays) / unit
-            weights = [tally.total for tally in _tallies(outputs, own, unit)]
+            weights = [tally.total for tally in tallies_of(outputs, own, unit)]
         quadruples = zip(
             outputs.reduced, before.reduced, outputs.reduced_folds, weights, strict=True
         )
@@ -366,7 +325,7 @@ def _step(
     in_scans = None
     if program.dropping is not None:  # all leaves are tested before one is folded
         run = load("dropping.in_jax", "drop=").tested(run, outputs, program.dropping)
-    else:
+    elif {"scan", "jit"} & {each.primitive.name for each in traced.program.jaxpr.eqns}:
         with suppress(ImportError):  # the tool may be missing, or names of JAX that it needs
             tool = import_module("funcga.tools.scan_layers.in_jax")
             in_scans = tool.folding(outputs, traced, readings)
@@ -376,25 +335,29 @@ def _step(
 # -- the beginning and the end of a window
 
 
-def _begin(outputs: Outputs, spread: Spread, traced: Traced, state: State, dropping: Any) -> Folded:
-    """What is folded before the first micro-batch, if it is like the traced one."""
+def _begin(
+    outputs: Outputs, spread: Spread, traced: Traced, state: State, total: Tally, dropping: Any
+) -> Folded:
+    """What is folded before the first micro-batch, if it is like the traced one. The `total` is
+    nothing, or what is known of all.
+    """
     identities = []
     for leaf_index, fold in zip(outputs.reduced, outputs.reduced_folds, strict=True):
         aval: ShapedArray = traced.program.out_avals[leaf_index]
-        identity = fold.identity(arrays.zeros(aval))
-        if not aval.sharding.mesh.empty:  # sharded and varying alike
-            identity = jax.tree.map(
-                lambda part, aval=aval: (
-                    arrays.typed(part, aval) if part.shape == aval.shape else part
-                ),
-                identity,
-            )
-        identities.append(identity)
-    folded = Folded(identities, arrays.tally(0, steps=0), state)
+        if aval.sharding.mesh.empty:
+            identities.append(fold.identity(aval))
+            continue
+        # Sharded and varying alike.
+        typed = lambda part, aval=aval: (
+            arrays.typed(part, aval) if part.shape == aval.shape else part
+        )
+        identities.append(jax.tree.map(typed, fold.identity(arrays.zeros(aval))))
+    folded = Folded(identities, total, state)
     if dropping is not None:
         folded = load("dropping.in_jax", "drop=").begun(folded, dropping)
-    pinned: Folded = spread.pinned(outputs, folded)
-    return pinned
+    if spread.arguments:
+        folded = spread.pinned(outputs, folded)
+    return folded
 
 
 def _merged(
@@ -422,7 +385,7 @@ def _merged(
 
 def _finished(program: Program, outputs: Outputs, folded: Folded, kwargs: Kwargs) -> Result:
     """What was folded, normalised, in the structure of grad_fn's output."""
-    tallies = _tallies(outputs, folded.total, folded.unit)
+    tallies = tallies_of(outputs, folded.total, folded.unit)
     triples = [*zip(outputs.reduced, outputs.reduced_folds, folded.reduced, strict=True)]
     normalised = [
         fold.normalize(leaf, tally) for (_, fold, leaf), tally in zip(triples, tallies, strict=True)
@@ -435,29 +398,29 @@ def _finished(program: Program, outputs: Outputs, folded: Folded, kwargs: Kwargs
         result = program.finish(outputs.backend, result, kwargs)
     # Raises FuncgaError, which names the leaf, for a result that is lost where the host sees it.
     lost: list[jax.Array] = []
-    for leaf_index, fold, reduced in triples if outputs.may_be_lost else ():
-        path = lambda leaf_index=leaf_index: outputs.paths()[leaf_index]
-        lost += fold.check_known(reduced, folded.total, path)
+    for leaf_index, fold, reduced in triples:
+        if fold.fold.normalizer.lost is not None:
+            path = lambda leaf_index=leaf_index: outputs.paths()[leaf_index]
+            lost += fold.check_known(reduced, folded.total, path)
     return result, lost
 
 
-def _tallies(outputs: Outputs, total: Tally, unit: Scalar) -> list[Tally]:
-    """A tally for each leaf that is reduced."""
-    of_kind = cache(partial(tally_of, total, unit))  # one for each kind of leaf
-    return [of_kind(fold.is_mean, fold.is_narrow) for fold in outputs.reduced_folds]
-
-
-def tally_of(total: Tally, unit: Scalar, is_mean: bool, is_narrow: bool) -> Tally:
-    """The tally for a fold: in this unit for a mean; NaN if a float32 cannot hold it, as 0 would
-    be wrong.
+def tallies_of(outputs: Outputs, total: Tally, unit: Scalar) -> list[Tally]:
+    """A tally for each leaf that is reduced: in this unit for a mean; NaN if a float32 cannot hold
+    it, as 0 would be wrong.
     """
-    weight = total.total / unit if is_mean else total.total
-    if not is_narrow:  # a program in float64 has no float32 in it
-        return Tally((weight,), total.steps)
-    # The range in which a float32 and its reciprocal are normal numbers.
-    fits = (weight == 0) | ((weight >= LEAST32) & (weight <= MOST32))
-    narrowed = jnp.where(fits, weight, jnp.full_like(weight, jnp.nan)).astype(jnp.float32)
-    return Tally((narrowed,), total.steps)
+    of_kind: dict[tuple[bool, bool], Tally] = {}  # one for each kind of leaf
+    for fold in outputs.reduced_folds:
+        kind = fold.is_mean, fold.is_narrow
+        if kind in of_kind:
+            continue
+        weight = total.total / unit if fold.is_mean else total.total
+        if fold.is_narrow:  # a program in float64 has no float32 in it
+            # The range in which a float32 and its reciprocal are normal numbers.
+            fits = (weight == 0) | ((weight >= LEAST32) & (weight <= MOST32))
+            weight = jnp.where(fits, weight, jnp.full_like(weight, jnp.nan)).astype(jnp.float32)
+        of_kind[kind] = Tally((weight,), total.steps)
+    return [of_kind[fold.is_mean, fold.is_narrow] for fold in outputs.reduced_folds]
 
 
 # -- stream: a program for each micro-batch
@@ -479,56 +442,55 @@ class _Stream:
     """
 
     def __init__(self, program: Program, backend: Backend):
-        self.program, self.backend = bound(program, backend), backend
+        self.program, self.backend = program, backend
         # Traced once for both the shapes and the steps.
         self.run = inlined(self._run)
         # keep_unused, as its devices are those of its arguments.
-        self.begin = compiled(self._begin, keep_unused=True)
+        self.begin = Compiled(self._begin, keep_unused=True)
         self.add = jax.jit(self._add, static_argnums=0, donate_argnums=1)
-        self.finish = compiled(self._finish, is_checked=True)
+        self.finish = Compiled(self._finish, is_checked=True)
 
     def fold(self, leading: Args, microbatches: Iterator[Args], kwargs: Kwargs) -> Tree:
         """The fold over the micro-batches; each is released once it is folded."""
-        return _over_replicas(partial(self._fold, microbatches), self.program, leading, kwargs)
-
-    def _fold(
-        self, microbatches: Iterator[Args], replicas: Replicas | None, leading: Args, kwargs: Kwargs
-    ) -> Tree:
-        if self.program.device is not None:
-            microbatches = moved(microbatches, self.program.device)
-        # Arguments passed whole are split once. Micro-batches of one shape share a program.
-        whole, arrays_whole = split((leading, kwargs))
-        add = self._add if is_tracing() else self.add
-        folded: Folded | None = None
-        chunks = []
-        for item in microbatches:
-            item = varying(item, replicas)
+        with merging_over(self.program.across) as replicas:
+            if self.program.device is not None:
+                microbatches = moved(microbatches, self.program.device)
+            if replicas is not None:
+                leading, kwargs = varying((leading, kwargs), replicas)
+                microbatches = map(partial(varying, replicas=replicas), microbatches)
+            # Arguments passed whole are split once. Micro-batches of one shape share a program.
+            whole, arrays_whole = split((leading, kwargs))
+            add = self._add if is_tracing() else self.add
+            folded: Folded | None = None
+            chunks = []
+            for item in microbatches:
+                if folded is None:
+                    spread = sharding.spread_of((*leading, *item))
+                    folded, bound = self.begin((spread,), leading, kwargs, item)
+                cut, arrays_cut = split(item)
+                settings = bound.outputs, spread, whole, cut
+                folded, collected = add(settings, folded, arrays_whole, arrays_cut)
+                if collected:  # empty lists would make a program for every number of micro-batches
+                    chunks.append(collected)
+                del item, arrays_cut, collected  # so that only one micro-batch is in memory
+            # With across= only this replica's stream may be empty.
             if folded is None:
-                spread = sharding.spread_of((*leading, *item))
-                folded, bound = self.begin((spread,), leading, kwargs, item)
-            cut, arrays_cut = split(item)
-            settings = bound.outputs, spread, whole, cut
-            folded, collected = add(settings, folded, arrays_whole, arrays_cut)
-            if collected:  # empty lists would make a program for every number of micro-batches
-                chunks.append(collected)
-            del item, arrays_cut, collected  # so that only one micro-batch is in memory
-        # With across= only this replica's stream may be empty.
-        if folded is None:
-            raise FuncgaError(
-                "the stream is empty: there is no micro-batch to fold, and so no structure to "
-                "return. Check the loader, or that a generator was not used up before."
-            )
-        if not self.program.epilogues:
-            kwargs = {}  # not needed by finish
-        return self.finish((bound.outputs, replicas), folded, chunks, kwargs)
+                raise FuncgaError(
+                    "the stream is empty: there is no micro-batch to fold, and so no structure to "
+                    "return. Check the loader, or that a generator was not used up before."
+                )
+            if not self.program.epilogues:
+                kwargs = {}  # not needed by finish
+            return self.finish((bound.outputs, replicas), folded, chunks, kwargs)
 
     def _begin(self, spread: Spread, *call: Tree) -> "tuple[Folded, Bound]":
         arguments = self._arguments(call)
         # Copied, as the carry is donated to each step, and the caller keeps the state that came in.
         state = [jnp.array(arrays.without_weak_type(leaf), copy=True) for leaf in arguments.state]
-        traced = self._traced(call, state)
+        traced, nothing = self._traced(call, state), arrays.tally(0, steps=0)
         outputs, _ = self.program.bind(traced.types[0], arguments)
-        return _begin(outputs, spread, traced, state, self.program.dropping), Bound(outputs)
+        folded = _begin(outputs, spread, traced, state, nothing, self.program.dropping)
+        return folded, Bound(outputs)
 
     def _add(
         self,
@@ -542,7 +504,9 @@ class _Stream:
         traced = self._traced(call, folded.state)
         step = _step(self.program, self._arguments(call), outputs, traced)
         folded, collected = step.add(folded, None)
-        return spread.pinned(outputs, folded), collected
+        if spread.arguments:
+            folded = spread.pinned(outputs, folded)
+        return folded, collected
 
     def _finish(
         self, outputs: Outputs, replicas: Replicas | None, folded: Folded, chunks: Any, kwargs: Any
@@ -558,8 +522,7 @@ class _Stream:
 
     def _run(self, call: tuple[Tree, ...], state: State) -> tuple[Tree, Tally | None]:
         arguments, (_, kwargs, _) = self._arguments(call), call
-        result: tuple[Tree, Tally | None] = _microbatch(self.program, arguments, kwargs)(0, state)
-        return result
+        return _evaluate(self.program, arguments, kwargs, None, None, 0, state)
 
     def _traced(self, call: tuple[Tree, ...], state: State) -> Traced:
         run = lambda start, state: self.run(call, state)
@@ -601,8 +564,3 @@ def telling(programs: Sequence[Program], backend: Backend) -> AbstractContextMan
     processes are told of an error; None if they are folded by one process, or one program.
     """
     return None
-
-
-def is_traced(tree: Tree) -> bool:
-    """Whether these arguments belong to a program that is being compiled."""
-    return is_tracing()

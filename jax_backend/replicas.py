@@ -107,6 +107,19 @@ def requiring_across(names: tuple[str, ...]) -> Iterator[None]:
         REPLICATED.reset(token)
 
 
+@contextmanager
+def merging_over(across: Across | None) -> Iterator[Replicas | None]:
+    """A context for a fold over the replicas that `across=` names, in which a fold inside of
+    grad_fn needs none.
+    """
+    if across is None and REPLICATED.get() is None:
+        yield None
+        return
+    replicas = replicas_of(across)
+    with requiring_across(()):
+        yield replicas
+
+
 def replicas_of(across: Across | None) -> Replicas | None:
     """The replicas that `across=` names; FuncgaError if it names none."""
     step = REPLICATED.get()
@@ -181,13 +194,11 @@ def listed(names: Iterable[str]) -> str:
     return " and ".join(f'"{name}"' for name in names)
 
 
-def varying(tree: Tree, replicas: Replicas | None) -> Tree:
+def varying(tree: Tree, replicas: Replicas) -> Tree:
     """The tree with its arrays marked as varying over the replicas, as JAX sums gradients of
     arrays that do not vary. Python floats become arrays, as they may be differentiated; all else
     stays.
     """
-    if replicas is None:
-        return tree
 
     # Else gradients would be summed over the devices at every micro-batch.
     def mark(leaf: Array) -> Array:

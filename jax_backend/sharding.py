@@ -46,8 +46,6 @@ class Spread:
 
     def pinned(self, outputs: Outputs, carry: Tree) -> Tree:
         """The carry of a loop, with constraints on the sharding of its accumulators and tally."""
-        if not self.arguments:
-            return carry
         tree = outputs.structure_of(range(len(outputs.folds)))
         paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
         pinned = []

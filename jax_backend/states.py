@@ -22,10 +22,6 @@ from jax_backend import merge as merging
 from jax_backend.arrays import as_varying, typed_axes, varying_axes
 from jax_backend.replicas import Replicas, check_step_merges, listed, read_across, spelled
 
-# In JAX callers donate by jax.jit(donate_argnums=...). A donated array is matched with the first
-# result of its shape: if results have another order than arguments, XLA copies.
-donates = False
-
 # -- sums
 
 

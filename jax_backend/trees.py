@@ -115,12 +115,14 @@ def split(tree: Tree) -> tuple[Static, list[Array]]:
 # variables would be duplicated, and what grad_fn writes to an object would be lost. flax is not
 # imported here.
 
+NNX = "flax.nnx"
+
 
 def _variables(tree: Tree) -> Iterator[tuple[str, Tree]]:
     """(path, variable) of the variables of nnx in a tree; the path begins with the type of the
     module.
     """
-    nnx = sys.modules.get("flax.nnx")
+    nnx = sys.modules.get(NNX)
     if nnx is None:
         return
     for module in jax.tree.leaves(

@@ -66,7 +66,9 @@ __all__ = [
     "trainable",
 ]
 
-BACKEND = Backend("torch", trees, arrays, gradients, loop, replicas, states, transforms)
+BACKEND = Backend(
+    "torch", trees, arrays, gradients, loop, replicas, states, transforms, donates=True
+)
 
 # States hold nothing but tensors and numbers, so torch.load takes them with weights_only=True.
 torch.serialization.add_safe_globals(

@@ -9,7 +9,7 @@ import itertools
 import operator
 import sys
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,21 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.utils.hooks import RemovableHandle
 
-T = TypeVar("T")
-
 # The versions of torch in that table, as errors name them.
 TRIED = "2.13 to 2.15"
-
-
-def attribute(owner: object, path: str, otherwise: T) -> T:
-    """What stands at a dotted path below an object of torch; `otherwise` where a part of it is not
-    there yet.
-    """
-    try:
-        return operator.attrgetter(path)(owner)  # type: ignore[no-any-return]
-    except AttributeError:
-        return otherwise
-
 
 # --- Backward passes ------------------------------------------------------------------------------
 
@@ -49,11 +36,9 @@ def run_backward(
     """`torch.autograd.backward(loss, cotangent, inputs=leaves)`; `on_host` says that no device
     takes part in it.
     """
-    if type(loss) is not torch.Tensor:
-        torch.autograd.backward(loss, cotangent, inputs=leaves or None)
-        return
-    run, how = ENGINE_ON_HOST if on_host else ENGINE, {"allow_unreachable": True}
-    run((loss,), (cotangent,), False, False, leaves, **how, accumulate_grad=True)
+    run = ENGINE_ON_HOST if on_host else ENGINE
+    how = {"allow_unreachable": True, "accumulate_grad": True}
+    run((loss,), (cotangent,), False, False, leaves, **how)
 
 
 # The number of the backward pass that this thread runs part of; -1 if it runs none.
@@ -138,8 +123,6 @@ with_tensors: Callable[..., Any] = nn.utils.stateless._reparametrize_module
 # The hooks of `register_module_forward_pre_hook`, each under a key of its own: that makes a handle
 # for each, which takes 5 microseconds.
 FORWARD_PRE_HOOKS: dict[Any, Callable[..., Any]] = nn.modules.module._global_forward_pre_hooks
-# What all BatchNorm layers are.
-BatchNorm: Any = nn.modules.batchnorm._BatchNorm
 
 # --- Replicas -------------------------------------------------------------------------------------
 
@@ -183,9 +166,8 @@ def collectives_called(group: dist.ProcessGroup | None = None) -> int | None:
 # --- DTensors -------------------------------------------------------------------------------------
 
 
-def local_tensor(tensor: Any) -> torch.Tensor:
-    """What this process holds of a DTensor, in the same memory and without a place in any graph."""
-    return tensor._local_tensor  # type: ignore[no-any-return]
+# What this process holds of a DTensor, in the same memory and without a place in any graph.
+local_tensor: Callable[[Any], torch.Tensor] = operator.attrgetter("_local_tensor")
 
 
 # --- DistributedDataParallel ----------------------------------------------------------------------
@@ -272,9 +254,8 @@ def unsharded_params(group: ParamGroup) -> list[tuple[int, torch.Tensor]]:
 
 def process_groups_of(group: ParamGroup) -> list[Any]:
     """The process group that shards and the one that replicates, those that there are."""
-    groups = [
-        attribute(group.mesh_info, f"{kind}_process_group", None) for kind in ("shard", "replicate")
-    ]
+    names = "shard_process_group", "replicate_process_group"
+    groups = [getattr(group.mesh_info, name, None) for name in names]
     return [process_group for process_group in groups if process_group is not None]
 
 
@@ -324,7 +305,7 @@ def begin_sums(group: ParamGroup) -> None:
     sums = [] if holds_sums_in_grad(group) else waiting_sums(group)
     dtypes = {total.dtype for total in sums if total is not None}
     for param in group.fsdp_params if dtypes else ():
-        whole: torch.Tensor | None = attribute(param, "_unsharded_param", None)
+        whole: torch.Tensor | None = getattr(param, "_unsharded_param", None)
         if param.unsharded_accumulated_grad is None and whole is not None and whole.requires_grad:
             zeros = torch.zeros_like(whole, dtype=param.reduce_dtype, requires_grad=False)
             param.unsharded_accumulated_grad = zeros
@@ -332,7 +313,7 @@ def begin_sums(group: ParamGroup) -> None:
 
 def waiting_sums(group: ParamGroup) -> list[torch.Tensor | None]:
     """What passes without synchronisation have summed in reduce_dtype, of each parameter."""
-    return [attribute(param, _SUM, None) for param in group.fsdp_params]
+    return [getattr(param, _SUM, None) for param in group.fsdp_params]
 
 
 def last_backward_flag(module: Any) -> tuple[Any, str, bool]:

@@ -1,7 +1,7 @@
 """The facts about tensors that the mathematics needs, and whose memory a tensor is in."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from itertools import pairwise
@@ -18,10 +18,7 @@ from torch_backend import _private
 from torch_backend.dtensor import (
     as_dtensor,
     is_dtensor,
-    local,
     local_tensors,
-    summed_over_shards,
-    without_partials,
 )
 
 xp = torch
@@ -98,10 +95,10 @@ def _is_number_of_host(array: torch.Tensor) -> bool:
     return array.is_cpu and not array.ndim
 
 
-def cast(
-    array: torch.Tensor, dtype: torch.dtype, beside: torch.Tensor | None = None
-) -> torch.Tensor:
-    """The array in another dtype, and on the device of the one beside it."""
+def cast(array: Scalar, dtype: torch.dtype, beside: torch.Tensor | None = None) -> torch.Tensor:
+    """The array, or number, in a dtype, and on the device of the one beside it."""
+    if not isinstance(array, torch.Tensor):
+        return torch.full((), array, dtype=dtype, device="cpu")
     if beside is None or _is_number_of_host(array) or _is_number_of_host(beside):
         return array.to(dtype)
     return array.to(beside.device, dtype)
@@ -130,46 +127,6 @@ def strided(array: torch.Tensor) -> torch.Tensor:
     hardly is.
     """
     return array if array.layout is torch.strided else array.to_dense()
-
-
-def measured(
-    measure: Callable[[torch.Tensor], torch.Tensor], arrays: Sequence[torch.Tensor]
-) -> list[torch.Tensor]:
-    """`measure(array)`, a sum over the elements, of each array, over all shards."""
-    if not any(map(is_dtensor, arrays)):
-        return [measure(array).to(arrays[0].device) for array in arrays]
-    whole = [without_partials(array) for array in arrays]
-    measures = [measure(local(array)) for array in whole]
-    return summed_over_shards(measures, whole)
-
-
-def finite(arrays: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    """Whether all numbers are finite, as a 0-d array; None is skipped."""
-    present = [array.detach() for array in arrays if array is not None]
-    if any(map(is_dtensor, present)):  # each process has a shard of the numbers
-        infinite = measured(lambda shard: (~_finite([shard])).float(), present)
-        return torch.stack([count.to(infinite[0].device) for count in infinite]).eq(0).all()
-    return _finite(present)
-
-
-def _finite(arrays: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The same of what this process holds."""
-    # A few numbers, not all of them finite if any number of the leaves is not. One pass, without a
-    # mask in memory, and nothing waits for the result here.
-    extremes, on_device = list[torch.Tensor](), list[torch.Tensor]()
-    for array in map(strided, arrays):
-        real = torch.view_as_real(array.resolve_conj()) if array.is_complex() else array
-        # On the CPU a norm is twenty times slower than minimum and maximum. On a device it is one
-        # kernel for all leaves.
-        if real.numel() and real.is_cpu:
-            extremes += torch.aminmax(real)
-        elif real.numel():
-            on_device.append(real)
-    if on_device:
-        extremes += torch._foreach_norm(on_device, float("inf"))
-    if len({(extreme.device, extreme.dtype) for extreme in extremes}) > 1:
-        extremes = [extreme.to(arrays[0].device, torch.float64) for extreme in extremes]
-    return torch.stack(extremes).isfinite().all() if extremes else as_array(True)
 
 
 def scalar(weight: Scalar) -> Scalar:
@@ -207,13 +164,6 @@ def addends(weight: Scalar, wide: bool) -> tuple[torch.Tensor, ...]:
     # float of 64 bits might not hold it.
     whole = weight if weight.is_floating_point() else weight.to(torch.int64)
     return high, (whole - high.to(whole.dtype)).to(torch.float32)
-
-
-def integer(number: Scalar) -> torch.Tensor:
-    """A count as a 0-d int32 array."""
-    if isinstance(number, torch.Tensor):
-        return number.to(torch.int32)
-    return torch.full((), number, dtype=torch.int32, device="cpu")
 
 
 # --- What is differentiated -----------------------------------------------------------------------

@@ -11,10 +11,6 @@ from torch_backend import _private, arrays, trees
 from torch_backend.arrays import is_recorded
 from torch_backend.modules.checks import check_unfrozen
 
-as_function_of_params = (
-    "torch_backend.pure_loss(module, lambda module, x, y: F.mse_loss(module(x), y))"
-)
-
 
 def value_and_grad(
     loss_fn: Callable[..., tuple[torch.Tensor, Tree]], arg_indices: tuple[int, ...]

@@ -133,18 +133,17 @@ def stream(program: Program, backend: Backend) -> Callable[..., Any]:
         source, plans, state = Source(program, backend), program.memory.keep(Plans), list[Any]()
         job, flat = source.program, [*map(trees.flatten, leading)]
         if job.device is not None:
-            items = moved(_with_weights(job, backend, leading, items), job.device)
+            # Weighed on the host, so that nothing waits for a copy. A map keeps no item alive.
+            weigh = partial(_weigh, job, backend, leading)
+            items = moved(map(weigh, items), job.device)
         window: Any = None
         plan, key, nothing = None, None, None
         with ExitStack() as stack:
             for item, last in _marked(items, source.wrapped is not None):
-                known = item[-1] if job.device is not None else None
-                item = item if job.device is None else item[:-1]
-                arguments = job.read((*leading, *item), backend)
+                *item, weight = item if job.device is not None else (*item, None)
+                arguments = _read(job, (*leading, *item), backend)
                 # The arguments hold the item. Without references one micro-batch lives at a time.
                 del item
-                if job.weight is None:
-                    _check_not_packed(arguments)
                 if window is None:
                     state = [_owned(leaf) for leaf in arguments.state]
                     if source.gradient is not None:
@@ -152,7 +151,7 @@ def stream(program: Program, backend: Backend) -> Callable[..., Any]:
                         plan = plans.get(key)
                     window = stack.enter_context(source.window(arguments, plan))
                 arguments, kwargs = window.prepared(arguments, kwargs)
-                args, weight = arguments.cut(0, None, state), known
+                args = arguments.cut(0, None, state)
                 if weight is None:
                     (weight,) = on_host([job.weigh(arguments, args, None)])
                 with window.passes():
@@ -195,22 +194,13 @@ def _without_items(program: Program, backend: Backend, leading: tuple[Tree, ...]
     return program.read((*leading, *[None] * (count - len(leading))), backend)
 
 
-def _with_weights(
-    program: Program, backend: Backend, leading: tuple[Tree, ...], items: Iterator[tuple[Tree, ...]]
-) -> Iterator[tuple[Tree, ...]]:
-    """The items, each with its weight behind it: a batch of the host is weighed before it is
-    copied to a device, so that nothing waits for that.
-    """
-    for item in items:
-        arguments = program.read((*leading, *item), backend)
-        if program.weight is None:
-            _check_not_packed(arguments)
-        args = arguments.cut(0, None, [_owned(leaf) for leaf in arguments.state])
-        (weight,) = on_host([program.weigh(arguments, args, None)])
-        holder = [(*item, weight)]
-        # No reference stays in this frame, so the consumer alone decides how long the item lives.
-        del item, arguments, args
-        yield holder.pop()
+def _weigh(
+    program: Program, backend: Backend, leading: tuple[Tree, ...], item: tuple[Tree, ...]
+) -> tuple[Tree, ...]:
+    """A micro-batch of a stream, with its weight behind it."""
+    arguments = _read(program, (*leading, *item), backend)
+    args = arguments.cut(0, None, [_owned(leaf) for leaf in arguments.state])
+    return *item, *on_host([program.weigh(arguments, args, None)])
 
 
 _HAS_PROCESSES = dist.is_available()
@@ -315,8 +305,7 @@ def cut(
     """(the arguments; the first row of each micro-batch, and its rows; over how many devices rows
     are cut at once, by which both are divided).
     """
-    arguments = program.read(args, backend)
-    _check_not_packed(arguments)
+    arguments = _read(program, args, backend)
     # A micro-batch of a DTensor takes equally many rows of each device, so that no row travels.
     devices = 1
     if any(is_dtensor(leaf) for part in arguments.parts for leaf in part.leaves):
@@ -399,9 +388,13 @@ def _copied_rows(array: torch.Tensor, axis: int, start: int, size: int) -> torch
     return arrays.slice(array, axis, start, size).clone()
 
 
-def _check_not_packed(arguments: Arguments) -> None:
-    """Raises FuncgaError for a PackedSequence that is to be cut, or whose rows are counted."""
-    for part in arguments.parts:
+def _read(program: Program, args: tuple[Tree, ...], backend: Backend) -> Arguments:
+    """The arguments of a call. Raises FuncgaError for a PackedSequence that is to be cut, or whose
+    rows are to be counted.
+    """
+    arguments = program.read(args, backend)
+    is_cut = program.n is not None or program.microbatch_size is not None
+    for part in arguments.parts if is_cut or program.weight is None else ():
         nodes = []
         if part.axes:
             nodes = trees.flatten(part.value, lambda node: isinstance(node, PackedSequence))[0]
@@ -413,6 +406,7 @@ def _check_not_packed(arguments: Arguments) -> None:
                 "lengths, batch_first=True, enforce_sorted=False). Or stream micro-batches that "
                 "are packed: stream(grad_fn, weight=lambda packed, y: len(y))."
             )
+    return arguments
 
 
 def _not_traced(fold: Callable[..., Any], program: Program) -> Callable[..., Any]:
@@ -423,8 +417,9 @@ def _not_traced(fold: Callable[..., Any], program: Program) -> Callable[..., Any
 
 def alone(grad_fn: GradientFunction, backend: Backend) -> GradFn:
     """The gradient function for a call outside of any window."""
-    if torch.compiler.is_compiling() or arrays.in_transform():
-        return grad_fn.bound(backend)
+    is_compiled = torch.compiler.is_compiling()
+    if is_compiled or arrays.in_transform():
+        return grad_fn.bound(backend, counts=not is_compiled)
 
     def gradient(*args: Tree, **kwargs: Tree) -> Tree:
         return value_of(grad_fn, backend, args, kwargs, torch.is_grad_enabled())
@@ -472,8 +467,3 @@ def _given_up(program: Program, backend: Backend) -> AbstractContextManager[obje
         for merge in reductions_of(program, backend):
             stack.enter_context(merge)
     return stack
-
-
-def is_traced(tree: Any) -> bool:
-    """Whether these arguments belong to a program that is being compiled."""
-    return torch.compiler.is_compiling()

@@ -30,8 +30,6 @@ from torch_backend.reduce.telling import telling as telling_windows
 from torch_backend.replicas import Replicas, are_processes, replicas_of
 from torch_backend.sums import Folding, Sums
 
-donates = True  # a call may write to memory that it is given
-
 # -- sums
 
 _HALVES = (torch.bfloat16, torch.float16)

@@ -66,45 +66,29 @@ class Folding:
         return None if self.kinds[self.beside[0]] is None else self.beside[0]
 
     @cached_property
-    def lends(self) -> bool:
-        """Whether autograd may add to the sums, which stand as `.grad`s."""
-        folds = [(self.outputs.folds[index], self.outputs.dtypes[index]) for index in self.grads]
-        is_wide = any(fold is None or fold.accumulator_dtype != dtype for fold, dtype in folds)
-        return None not in self._kinds_of_grads and (self.may_be_wide or not is_wide)
+    def ways(self) -> set[str | None]:
+        """The kinds of the gradients that stay in place."""
+        return {self.kinds[index] for index in self.grads}
+
+    @cached_property
+    def are_weighted(self) -> bool:
+        """Whether all of them are to be multiplied by their weight."""
+        return self.ways <= {"weighted"}
 
     @cached_property
     def wide(self) -> list[tuple[int, torch.dtype]]:
         """Where among the gradients sums stand that are wider than their leaves, and the dtypes."""
-        folds = [self.outputs.folds[index] for index in self.grads] if self.lends else []
-        return [
-            (at, fold.accumulator_dtype)
-            for at, fold in enumerate(folds)
-            if fold is not None and fold.accumulator_dtype != self.outputs.dtypes[self.grads[at]]
+        dtypes = [
+            (self.folds[index].accumulator_dtype, self.outputs.dtypes[index])
+            for index in self.grads
+            if index in self.folds
         ]
+        return [(at, dtype) for at, (dtype, own) in enumerate(dtypes) if dtype != own]
 
     @cached_property
-    def weighs(self) -> bool:
-        """Whether some gradients are to be multiplied by their weight."""
-        return "weighted" in self._kinds_of_grads
-
-    @cached_property
-    def are_alike(self) -> bool:
-        """Whether all of them are, or none."""
-        return self.are_weighted or not self.weighs
-
-    @cached_property
-    def are_weighted(self) -> bool:
-        """Whether all of them are."""
-        return self._kinds_of_grads <= {"weighted"}
-
-    @cached_property
-    def are_means(self) -> bool:
-        """Whether autograd adds all of them weighted, and all results are only divided."""
-        return self.lends and self.are_weighted and not self.normalized
-
-    @cached_property
-    def _kinds_of_grads(self) -> set[str | None]:
-        return {self.kinds[index] for index in self.grads}
+    def lends(self) -> bool:
+        """Whether autograd may add to the sums, which stand as `.grad`s."""
+        return None not in self.ways and (self.may_be_wide or not self.wide)
 
     @cached_property
     def quotients(self) -> list[tuple[list[int], str, bool]]:

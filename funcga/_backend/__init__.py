@@ -85,7 +85,7 @@ class Arrays(Protocol):
         ...
 
     def cast(self, array: Array, dtype: Dtype, beside: Array | None = None) -> Array:
-        """The array in another dtype, and on the device of the one beside it."""
+        """The array, or number, in a dtype, and on the device of the one beside it."""
         ...
 
     def exact(self, array: Array, name: str) -> Array:
@@ -96,10 +96,6 @@ class Arrays(Protocol):
 
     def slice(self, array: Array, axis: int, start: Any, size: int) -> Array:
         """`size` rows from `start` on, along an axis."""
-        ...
-
-    def finite(self, arrays: Sequence[Array]) -> Array:
-        """Whether all numbers are finite, as a 0-d array; None is skipped."""
         ...
 
     # Weights and counts: numbers of Python where the host knows them, else 0-d arrays that it does
@@ -115,19 +111,7 @@ class Arrays(Protocol):
         """A weight as arrays that it is the sum of: one float64 if `wide`, else two of float32."""
         ...
 
-    def integer(self, number: Any) -> Array:
-        """A count as a 0-d int32 array."""
-        ...
-
     # Memory and storage.
-
-    def device(self, name: object) -> Any:
-        """The device of this name; FuncgaError, which says what there is, if there is none."""
-        ...
-
-    def devices(self) -> list[str]:
-        """The names of the devices that there are."""
-        ...
 
     def owned(self, array: Array, others: Sequence[Array]) -> Array:
         """The array, or a copy if it shares memory with one of the others."""
@@ -136,9 +120,6 @@ class Arrays(Protocol):
 
 class Gradients(Protocol):
     """A framework's transforms from a loss to its gradient."""
-
-    # How a loss that depends on its parameters is written, for errors.
-    as_function_of_params: str
 
     def value_and_grad(
         self, loss_fn: Callable[..., tuple[Array, Tree]], arg_indices: tuple[int, ...]
@@ -189,10 +170,6 @@ class Loop(Protocol):
         """
         ...
 
-    def is_traced(self, tree: Tree) -> bool:
-        """Whether these arguments belong to a program that is being compiled."""
-        ...
-
 
 class Replicas(Protocol):
     """A framework's replicas: what `across=` names."""
@@ -211,9 +188,6 @@ class States(Protocol):
     replicas share a window. Donated arguments may be written to, and results may share their
     memory.
     """
-
-    # Whether calls of this framework can donate. In JAX that is an option of jax.jit.
-    donates: bool
 
     def add(
         self,
@@ -346,3 +320,5 @@ class Backend:
     transforms: Transforms
     # A framework whose users write transforms without a library has none.
     optimizers: Optimizers | None = None
+    # Whether a call may write to memory that it is given. In JAX that is an option of jax.jit.
+    donates: bool = False

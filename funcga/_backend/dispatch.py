@@ -42,14 +42,14 @@ def load(framework: str) -> Backend:
 
 
 def load_imported() -> list[Backend]:
-    """The backends of the imported frameworks. Called when a step is made, as torch.compile may
-    trace its first call, and cannot trace an import.
+    """The backends of the imported frameworks."""
+    return [_LOADED[framework] for framework in import_backends()]
+
+
+def import_backends() -> tuple[str, ...]:
+    """Imports the backends of the imported frameworks, whose names come back. Called when a step
+    is made, as torch.compile may trace its first call, and cannot trace an import.
     """
-    return [_LOADED[framework] for framework in _imported_frameworks()]
-
-
-def _imported_frameworks() -> tuple[str, ...]:
-    """The imported frameworks; their backends are loaded."""
     frameworks = tuple(
         [framework for framework in ("torch", "jax") if sys.modules.get(framework) is not None]
     )
@@ -59,8 +59,8 @@ def _imported_frameworks() -> tuple[str, ...]:
     return frameworks
 
 
-# torch.compile calls it once, as it cannot trace an import.
-_imported_frameworks._dynamo_marked_constant = True  # type: ignore[attr-defined]
+# torch.compile calls it once.
+import_backends._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def backend_of(trees: Sequence[Tree], names: Callable[[], Sequence[str]]) -> Backend:
@@ -73,7 +73,7 @@ def backend_of(trees: Sequence[Tree], names: Callable[[], Sequence[str]]) -> Bac
     """
     loaded = [_LOADED.get(name) or load(name) for name in ("torch", "jax") if sys.modules.get(name)]
     # With one framework nothing can be mixed.
-    if len(loaded) == 1 and any(map(loaded[0].arrays.owns, trees)):
+    if len(loaded) == 1 and any(map(loaded[0].arrays.is_array, trees)):
         return loaded[0]
     # First arrays of one framework alone; then those that it accepts, as JAX does NumPy arrays.
     for takes_as_it_is, backend in product((False, True), loaded):

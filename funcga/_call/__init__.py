@@ -10,7 +10,7 @@ from typing import Any, TypedDict, TypeVar
 
 from funcga import normalizers, reducers
 from funcga._backend import Backend
-from funcga._backend.dispatch import backend_of, load_imported
+from funcga._backend.dispatch import backend_of, import_backends, load_imported
 from funcga._call.arguments import Arguments, argument_names, read_arguments
 from funcga._call.supported import MODULE
 from funcga._fold import check_weight
@@ -289,7 +289,7 @@ def read_program(
     if in_axes is None:
         in_axes = _default_in_axes(grad_fn)
     # Imported now, as torch.compile may trace the first call.
-    load_imported()
+    import_backends()
     is_told = across is not None or (owner is not None and owner.kind != MODULE)
     step = None if across is None else step_of(grad_fn)
     memory = Memory(step, {} if owner is None else {**owner.options})

@@ -198,23 +198,25 @@ class LeafFold:
 
     def normalize(self, reduced: Reduced, tally: Tally) -> Reduced:
         """The result, in the dtype of results."""
-        if self.fold.normalizer.wide and self.arrays.kind(self.result_dtype) == "float":
+        arrays, apply, kind = self.arrays, self.fold.normalizer.apply, self.arrays.kind
+        kind_of_result = kind(self.result_dtype)
+        if self.fold.normalizer.wide and kind_of_result == "float":
             # Integers as floats of the result, but at least float32.
-            floats = self.arrays.accumulator_dtype(self.result_dtype)
-            reduced = _each(lambda part: self._as_float(part, floats), reduced)
-        dtype, beside = (
-            self.accumulator_dtype,
-            largest(reduced) if isinstance(reduced, tuple) else reduced,
-        )
+            floats = arrays.accumulator_dtype(self.result_dtype)
+            as_float = lambda part: arrays.cast(part, floats) if kind(part.dtype) == "int" else part
+            reduced = _each(as_float, reduced)
+        beside = largest(reduced) if isinstance(reduced, tuple) else reduced
         scalars = [
-            self.arrays.cast(amount, dtype, beside)
-            if self.arrays.is_array(amount)
+            arrays.cast(amount, self.accumulator_dtype, beside)
+            if arrays.is_array(amount)
             else float(amount)
             for amount in (tally.total, tally.steps)
         ]
-        return _each(
-            self._cast, self.fold.normalizer.apply(self.arrays.xp, reduced, Tally(*scalars))
-        )
+        result = apply(arrays.xp, reduced, Tally(*scalars))
+        if kind_of_result == "bool":
+            # Bools are folded as ints, whose identity for a maximum is the lowest int.
+            result = _each(lambda part: part > 0 if kind(part.dtype) == "int" else part, result)
+        return _each(lambda part: arrays.cast(part, self.result_dtype), result)
 
     def check_known(self, reduced: Reduced, tally: Tally, where: Callable[[], str]) -> list[Array]:
         """Raises FuncgaError if the host sees that the result is lost, as that of a sum out of
@@ -236,16 +238,6 @@ class LeafFold:
         """The result in memory of its own."""
         parts = parts_of(reduced)
         return _each(lambda part: self.arrays.owned(part, parts), self.normalize(reduced, tally))
-
-    def _as_float(self, part: Array, dtype: Dtype) -> Array:
-        return self.arrays.cast(part, dtype) if self.arrays.kind(part.dtype) == "int" else part
-
-    def _cast(self, result: Array) -> Array:
-        kinds = [self.arrays.kind(dtype) for dtype in (result.dtype, self.result_dtype)]
-        if kinds == ["int", "bool"]:
-            # Bools are folded as ints, whose identity for a maximum is the lowest int.
-            result = result > 0
-        return self.arrays.cast(result, self.result_dtype)
 
 
 def _each(function: Callable[[Array], Array], result: Reduced) -> Reduced:
@@ -319,7 +311,7 @@ def _result_dtype(fold: Fold, leaf_dtype: Dtype, accumulator_dtype: Dtype, array
             return accumulator_dtype
         # What the framework makes of a quotient: float64 for integers of 64 bits in JAX, torch's
         # default dtype in torch. Of at least 32 bits, as counts in bfloat16 would be rounded.
-        quotient = arrays.cast(arrays.integer(1), accumulator_dtype) / 1
+        quotient = arrays.cast(1, accumulator_dtype) / 1
         return arrays.accumulator_dtype(quotient.dtype)
     # A maximum of bools is a bool, a sum of them a number.
     selects = reducer.dtype is None and reducer.unweighted and reducer.monoid.collective != "sum"

@@ -133,12 +133,10 @@ class Accumulation(NamedTuple):
         result is lost.
         """
         outputs, total = self.outputs, self.total
-        if outputs.may_be_lost:
-            pairs = zip(outputs.folds, self.accumulators, strict=True)
-            for leaf_index, (fold, accumulator) in enumerate(pairs):
+        for leaf_index, fold in enumerate(outputs.folds):
+            if fold is not None and fold.fold.normalizer.lost is not None:
                 path = lambda leaf_index=leaf_index: outputs.paths(name)[leaf_index]
-                if fold is not None:
-                    fold.check_known(accumulator, self.tally, path)
+                fold.check_known(self.accumulators[leaf_index], self.tally, path)
         # A mean is divided by the weight in the unit of its sum.
         arrays = outputs.backend.arrays
         steps, share = arrays.scalar(self.tally.steps), total / arrays.scalar(self.unit)
@@ -164,8 +162,8 @@ def empty(outputs: Outputs, accumulators: Sequence[Reduced]) -> Accumulation:
     is_wide = any(fold is not None and fold.is_wide for fold in outputs.folds)
     # Each number is an array of its own, as one buffer cannot be donated twice.
     zero, unit = arrays.addends(0, is_wide), arrays.addends(1, is_wide)[0]
-    tally = Tally(zero, arrays.integer(0))
-    return Accumulation(outputs, accumulators, tally, unit, arrays.integer(0))
+    steps, rejected = (arrays.cast(0, arrays.xp.int32) for _ in range(2))
+    return Accumulation(outputs, accumulators, Tally(zero, steps), unit, rejected)
 
 
 class AccumulatorState(NamedTuple):
@@ -234,10 +232,8 @@ class Accumulator:
         outputs, leaves = bind_outputs(self.fold, like, backend)
         # Dtypes and structure are kept as 0-d arrays: unlike a dtype, an array passes through
         # jit.
-        zero, zeros_like = backend.arrays.integer(0), backend.arrays.xp.zeros_like
-        dtype_marks = [
-            None if dtype is None else zeros_like(zero, dtype=dtype) for dtype in outputs.dtypes
-        ]
+        cast = backend.arrays.cast
+        dtype_marks = [None if dtype is None else cast(0, dtype) for dtype in outputs.dtypes]
         window = empty(outputs, outputs.identities(leaves))
         return _state_of(window, outputs.structure_of(dtype_marks))
 

@@ -42,20 +42,8 @@ class Outputs:
     # How many leaves a tool folds beside. They come first: values are (these leaves, output).
     before: int = 0
     # The folds of the reduced and of the collected leaves, in order.
-    reduced_folds: tuple[LeafFold, ...] = field(init=False, compare=False, repr=False)
-    collected_folds: tuple[LeafFold, ...] = field(init=False, compare=False, repr=False)
-    # Whether a result may be lost, as that of an exact sum, which has a fixed range.
-    may_be_lost: bool = field(init=False, compare=False, repr=False)
-
-    def __post_init__(self) -> None:
-        for name, leaf_indices in (
-            ("reduced_folds", self.reduced),
-            ("collected_folds", self.collected),
-        ):
-            folds = [self.folds[leaf_index] for leaf_index in leaf_indices]
-            object.__setattr__(self, name, tuple([fold for fold in folds if fold is not None]))
-        may_be_lost = any(fold.fold.normalizer.lost is not None for fold in self.reduced_folds)
-        object.__setattr__(self, "may_be_lost", may_be_lost)
+    reduced_folds: tuple[LeafFold, ...] = field(default=(), compare=False, repr=False)
+    collected_folds: tuple[LeafFold, ...] = field(default=(), compare=False, repr=False)
 
     def paths(self, name: str = "output") -> list[str]:
         """The path of every leaf in a tree of this name: for errors, and to match other trees by
@@ -114,6 +102,8 @@ class Outputs:
             dtypes=tuple(self.dtypes[leaf_index] for leaf_index in leaf_indices),
             reduced=(),
             collected=(),
+            reduced_folds=(),
+            collected_folds=(),
             threads=tuple(
                 index for index, leaf_index in enumerate(leaf_indices) if leaf_index in self.threads
             ),
@@ -125,8 +115,10 @@ class Outputs:
         The order of a dict may differ. Raises FuncgaError if the structure, a shape or a dtype is
         not the first one's.
         """
+        leaves, structure = self.backend.trees.flatten(value)
         try:
-            leaves = self.in_order(value)
+            if structure != self.structure:
+                leaves = self.in_order(value)
         except PathError as error:
             raise FuncgaError(
                 f"grad_fn returned another structure for {which} than for the first: {error}. A "
@@ -215,42 +207,52 @@ def bind_outputs(
     """
     leaves, structure = backend.trees.flatten(value)
     leaf_values = broadcast_folds(fold, value, len(leaves), backend, name)
-    in_loop = carried is not None
-    threaded = [
-        index
-        for index, (leaf_fold, _) in enumerate(leaf_values)
-        if in_loop and leaf_fold.reducer.carries
-    ]
-    # Checked first: if carry() is missing, another fold may not fit the state, and that error
-    # would mislead.
-    threads = _threads(value, leaf_values, threaded, carried or [], backend) if in_loop else ()
-    folds = _leaf_folds(value, leaves, leaf_values, backend, shaped, name)
-    reduced, collected = _reduced_and_collected(folds, threaded, in_loop)
+    threaded, threads = list[int](), tuple[int, ...]()
+    if carried is not None:
+        for leaf_index, (leaf_fold, _) in enumerate(leaf_values):
+            if leaf_fold.reducer.carries:
+                threaded.append(leaf_index)
+        # Checked first: if carry() is missing, another fold may not fit the state, and that error
+        # would mislead.
+        if carried or threaded:
+            threads = _threads(value, leaf_values, threaded, carried, backend)
+    folds = list[LeafFold | None]()
+    reduced, collected = dict[int, LeafFold](), dict[int, LeafFold]()
+    # Each kind of leaf is bound once, as a model has many leaves and few kinds. Keyed by the
+    # `id` of a fold, which the caller keeps alive.
+    bound: dict[tuple[int, Dtype], LeafFold] = {}
+    for leaf_index, (leaf_fold, _) in enumerate(leaf_values):
+        leaf, where = leaves[leaf_index], partial(leaf_path, value, leaf_index, backend, name)
+        if not backend.arrays.is_array(leaf):
+            if leaf is None or leaf_fold.reducer.carries:  # carried leaves may be any object
+                folds.append(None)
+                continue
+            leaf = leaves[leaf_index] = as_leaf(leaf, where, backend)
+        kind = id(leaf_fold), leaf.dtype
+        if kind not in bound:
+            bound[kind] = bind(leaf_fold, leaf, where, backend.arrays, name)
+        folds.append(bound[kind])
+        monoid = leaf_fold.reducer.monoid
+        if shaped and (monoid.axis is not None or leaf_fold.reducer.stacked is not None):
+            check_shape(leaf_fold, leaf, where, backend.arrays)
+        if leaf_index not in threaded:
+            grows = carried is not None and monoid.axis is not None
+            (collected if grows else reduced)[leaf_index] = bound[kind]
     # None, and threaded objects, have neither shape nor dtype here.
-    likes = [
-        None if leaf_fold is None else leaf for leaf_fold, leaf in zip(folds, leaves, strict=True)
-    ]
-    return Outputs(
-        structure=structure,
-        folds=tuple(folds),
-        shapes=tuple([like.shape if shaped and like is not None else None for like in likes]),
-        dtypes=tuple([None if like is None else like.dtype for like in likes]),
-        reduced=reduced,
-        collected=collected,
-        threads=threads,
-        backend=backend,
-    ), leaves
-
-
-def _reduced_and_collected(
-    folds: Sequence[LeafFold | None], threaded: list[int], in_loop: bool
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The leaves that are reduced, and those that are collected; None and threads are neither."""
-    reduced, collected = list[int](), list[int]()
-    for index, fold in enumerate(folds):
-        if fold is not None and index not in threaded:
-            (collected if in_loop and fold.axis is not None else reduced).append(index)
-    return tuple(reduced), tuple(collected)
+    pairs = [*zip(folds, leaves, strict=True)]
+    outputs = Outputs(
+        structure,
+        tuple(folds),
+        tuple([leaf.shape if shaped and fold is not None else None for fold, leaf in pairs]),
+        tuple([None if fold is None else leaf.dtype for fold, leaf in pairs]),
+        tuple(reduced),
+        tuple(collected),
+        threads,
+        backend,
+        reduced_folds=tuple(reduced.values()),
+        collected_folds=tuple(collected.values()),
+    )
+    return outputs, leaves
 
 
 def broadcast_folds(
@@ -265,38 +267,6 @@ def broadcast_folds(
     what = f"fold= is no Fold, and the tree of folds is no prefix of {of}"
     is_fold = lambda node: isinstance(node, Fold)
     return broadcast(fold, value, leaves, is_fold, backend.trees, name, what)
-
-
-def _leaf_folds(
-    value: Tree,
-    leaves: list[Any],
-    leaf_values: list[PrefixValue],
-    backend: Backend,
-    shaped: bool,
-    name: str,
-) -> list[LeafFold | None]:
-    """The bound fold of every leaf, None for None; numbers among the leaves are replaced by
-    arrays.
-    """
-    folds: list[LeafFold | None] = []
-    # Each kind of leaf is bound once, as a model has many leaves and few kinds. Keyed by the
-    # `id` of a fold, which the caller keeps alive.
-    bound: dict[tuple[int, Dtype], LeafFold] = {}
-    for leaf_index, (fold, _) in enumerate(leaf_values):
-        leaf, where = leaves[leaf_index], partial(leaf_path, value, leaf_index, backend, name)
-        if not backend.arrays.is_array(leaf):
-            # Carried leaves may be any object.
-            if leaf is None or fold.reducer.carries:
-                folds.append(None)
-                continue
-            leaf = leaves[leaf_index] = as_leaf(leaf, where, backend)
-        kind = (id(fold), leaf.dtype)
-        if kind not in bound:
-            bound[kind] = bind(fold, leaf, where, backend.arrays, name)
-        folds.append(bound[kind])
-        if shaped and (fold.reducer.monoid.axis is not None or fold.reducer.stacked is not None):
-            check_shape(fold, leaf, where, backend.arrays)
-    return folds
 
 
 def as_leaf(leaf: Any, where: Callable[[], str], backend: Backend) -> Array:
@@ -330,8 +300,6 @@ def _threads(
     second, and so on. Below these the leaves are matched by path, so the order of a dict does not
     matter.
     """
-    if not (carried or threaded):
-        return ()
     paths = leaf_paths(value, backend.trees, "output")
     returned = _by_place([(leaf_values[index].root, paths[index]) for index in threaded])
     given = _by_place(carried)

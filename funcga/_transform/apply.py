@@ -191,7 +191,7 @@ class Step(NamedTuple):
 
 def check_donates(backend: Backend) -> None:
     """Raises FuncgaError if calls of this framework cannot donate."""
-    if not backend.states.donates:
+    if not backend.donates:
         raise FuncgaError(
             "donate=True is for torch. In JAX give the state away where you compile the step: "
             "jax.jit(step, donate_argnums=...)."

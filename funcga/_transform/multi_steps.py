@@ -310,7 +310,10 @@ class MultiStepsUpdate(UpdateFunction):
             check_donates(backend)
         # The window is made for gradients as wide as the params that the wrapped transform sees.
         arrays, (wide, _) = backend.arrays, backend.transforms.widened(params)
-        (nothing, observed), zero = self.folding.empty(wide, backend), partial(arrays.integer, 0)
+        (nothing, observed), zero = (
+            self.folding.empty(wide, backend),
+            partial(arrays.cast, 0, arrays.xp.int32),
+        )
         return MultiStepsState(
             self.tx.init(wide),
             packed(nothing, self._replicas(backend), is_empty=True),
@@ -474,8 +477,11 @@ class MultiStepsUpdate(UpdateFunction):
         if folding.before:
             observed = report(updated, observed)
         nothing = packed(empty(outputs, states.emptied(window)), replicas, is_empty=True)
-        updates, flag = state.updates + arrays.integer(updated), arrays.as_array(updated)
-        zero = arrays.integer(0)
+        updates, flag = (
+            state.updates + arrays.cast(updated, arrays.xp.int32),
+            arrays.as_array(updated),
+        )
+        zero = arrays.cast(0, arrays.xp.int32)
         return result, MultiStepsState(inner, nothing, zero, updates, flag, dropped, observed)
 
     # -- windows over replicas

@@ -180,7 +180,7 @@ def plan_of(
         moving = tuple([index for index in indices if parts[index].axes])
     else:
         module = own.module
-    hooked = any(map(_private.hooks_of, originals))
+    hooked = any(_private.hooks_of(each) or _private.acts_on_grad(each) for each in originals)
     may_weigh = not (gradient.scaled or moving)
     return Plan(
         indices=indices,

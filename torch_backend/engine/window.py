@@ -41,7 +41,6 @@ from torch_backend.engine.leaves import (
 from torch_backend.engine.plan import Plan, checked_whole, outside_of_autocast, plan_of
 from torch_backend.gradients import put_hooks, switched_off
 from torch_backend.modules import PureLoss
-from torch_backend.modules.layers import call_loss
 from torch_backend.modules.visits import Visit
 from torch_backend.sums import Sums
 
@@ -110,19 +109,19 @@ class Window(ExitStack):
         with ExitStack() as stack:
             with recording():
                 whole = known.whole if known else checked_whole(parts, gradient, own)
-                leaves = self.leaves_of({index: parts[index].value for index in whole})
+                leaves = self.leaves_of(whole, [part.value for part in parts])
             self.leaves, inputs = leaves, leaves.inputs
             plan = self.plan = known or plan_of(gradient, parts, leaves, own)
             if plan.hooked:
                 put_hooks(leaves.originals, inputs)
             self.inputs, self.loss_fn = inputs, gradient.loss_fn
             if own is not None:
-                walked: Any = own.walk.trained  # that walk has just found the parameters
-                stack.enter_context(gradients_aside(inputs, walked[0].ids))
-                self.loss_fn = partial(call_loss, gradient.loss_fn, own.module)
+                # That walk has just found the parameters.
+                stack.enter_context(gradients_aside(inputs, own.walk.parts.ids))
+                self.loss_fn = partial(gradient.loss_fn, own.module)
             elif isinstance(gradient.loss_fn, PureLoss) and 0 not in plan.moving:
                 named: Any = leaves.trees.get(0, parts[0].value)
-                self.visits = gradient.loss_fn.entered(named, recorded=True)
+                self.visits = Visit(gradient.loss_fn, named, recorded=True)
             if plan.watches:
                 stack.enter_context(grads_watched(leaves.originals))
             if plan.autocast:
@@ -139,15 +138,17 @@ class Window(ExitStack):
             self.push(stack.pop_all())
         return self
 
-    def leaves_of(self, arguments: dict[int, Tree]) -> Leaves:
-        """Leaves of these arguments, which share their memory; None stays None. Raises FuncgaError
-        for what cannot be differentiated. A module's own parameters are leaves themselves.
+    def leaves_of(self, indices: Sequence[int], args: Sequence[Tree]) -> Leaves:
+        """Leaves of the arguments of these indices, which share their memory; None stays None. A
+        module's own parameters are leaves themselves. Raises FuncgaError for what cannot be
+        differentiated.
         """
         if self.own is not None:
             params: list[torch.Tensor] = [*self.own.params.values()]
             return Leaves({OWN: self.own.params}, params, [*params])
         found = Leaves({}, [], [])
-        for index, tree in arguments.items():
+        for index in indices:
+            tree = args[index]
             originals, structure = trees.flatten(tree)
             present = [original for original in originals if original is not None]
             try:
@@ -171,9 +172,9 @@ class Window(ExitStack):
         for index, part in enumerate(arguments.parts):
             if index in of_leaves:
                 part = part._replace(value=of_leaves[index])
-            elif part.axes and index not in self.plan.moving:
+            elif part.axes:
                 part = part._replace(leaves=trees.detached_leaves(part.leaves, True))
-            elif not part.axes:
+            else:
                 part = part._replace(value=trees.detached(part.value, True))
             parts.append(part)
         if kwargs:
@@ -249,7 +250,7 @@ class Window(ExitStack):
         # Autograd adds to the sums if one cotangent is right for all of them: the weight, or 1 for
         # sums without weights. Else the gradients are taken, and each is folded in as it has to be.
         seed = share if folding.are_weighted else 1.0
-        is_lent = folding.lends and (folding.are_alike or share == 1)
+        is_lent = folding.lends and (len(folding.ways) < 2 or share == 1)
         is_lent = is_lent and (seed in (1, self.share) or self._takes(seed, loss.dtype))
         if not is_lent:
             seed, self.begun = float(counts), False
@@ -335,14 +336,16 @@ class Window(ExitStack):
         self.takes_weights = plan.takes_weights and not (plan.autocast or self.hooked)
         is_known = loss.dtype is plan.loss_dtype and type(loss) is torch.Tensor
         sums = Sums(plan.folding if is_known else bound.folding_of(self, loss, aux))
-        if self.even and sums.folding.are_means and self.takes_weights:
+        folding = sums.folding
+        are_means = folding.lends and folding.are_weighted and not folding.normalized
+        if self.even and are_means and self.takes_weights:
             sums.unit, self.share = self.even
         self.held = [None] * len(self.inputs)
-        if sums.folding.wide:
+        if folding.lends and folding.wide:
             # A wider sum begins with zeros: autograd could only begin it in the leaf's dtype.
-            for at, dtype in sums.folding.wide:
+            for at, dtype in folding.wide:
                 total = torch.zeros_like(self.inputs[at], dtype=dtype, requires_grad=False)
-                self.held[at] = sums.of[sums.folding.grads[at]] = total
+                self.held[at] = sums.of[folding.grads[at]] = total
             self._hold(self.held)
             self.writes = self._count_writes()
         return sums
@@ -402,7 +405,7 @@ class Window(ExitStack):
         self, args: tuple[Tree, ...]
     ) -> tuple[tuple[Tree, ...], list[torch.Tensor]]:
         """The arguments of a micro-batch with leaves of those that it alone has, and these."""
-        leaves = self.leaves_of({index: args[index] for index in self.plan.moving})
+        leaves = self.leaves_of(self.plan.moving, args)
         put_hooks(leaves.originals, leaves.inputs)
         self.moving_trees = leaves.trees
         args = tuple([self.moving_trees.get(index, arg) for index, arg in enumerate(args)])
@@ -431,7 +434,7 @@ class Window(ExitStack):
         if ON and (is_changed or self.own is not None or self.visits is not None):
             unchanged.check(self)
         if self.unreached and not self.gradient.reached:
-            raise self.gradient.unreached(self.plan.count, self.backend)
+            raise self.gradient.unreached(self.plan.count)
 
     def result(self) -> Tree:
         """The normalised result, in the structure of grad_fn's output."""

@@ -9,7 +9,7 @@ from torch import nn
 from funcga._tools import load
 from funcga._types import LossFn
 from funcga.errors import FuncgaError
-from torch_backend.modules.checks import check_module_and_loss, check_not_wrapped
+from torch_backend.modules.checks import check_not_wrapped
 from torch_backend.modules.layers import trainable as trainable
 from torch_backend.modules.visits import PureLoss as PureLoss
 
@@ -59,9 +59,8 @@ def pure_loss(
 
     Raises:
         FuncgaError: for names that the module does not have, for gradients of frozen parameters,
-            for modules wrapped in DDP or FSDP, whose gradients would silently not be reduced, for a
-            micro-batch with one value per channel of a BatchNorm layer, for an embedding with
-            max_norm, and for a module that another thread uses. With
+            for modules wrapped in DDP or FSDP, whose gradients would silently not be reduced, for
+            an embedding with max_norm, and for a module that another thread uses. With
             statistics=True if there is no such layer, if one runs twice in a forward pass, or is a
             SyncBatchNorm.
 
@@ -89,7 +88,6 @@ def pure_loss(
         >>> model.load_state_dict(buffers, strict=False).unexpected_keys
         []
     """
-    check_module_and_loss(module, loss_fn, "pure_loss")
     check_not_wrapped(module)
     if buffers and statistics:
         raise FuncgaError(

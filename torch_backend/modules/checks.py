@@ -6,34 +6,18 @@ Only torch has this file: in JAX nothing reduces gradients but the program, and 
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
 from funcga._backend.prefixes import leaf_paths
 from funcga._call.arguments import argument_names
 from funcga._types import LossFn, Tree
-from funcga.errors import FuncgaError, similar
-from torch_backend import _private, arrays, trees
+from funcga.errors import FuncgaError
+from torch_backend import trees
 from torch_backend.modules.closures import modules_in as modules_in
-
-Tensors = Mapping[str, torch.Tensor]
-
-
-def check_module_and_loss(module: object, loss_fn: object, name: str) -> None:
-    """Raises FuncgaError if these are no module and no function of it; `name` is what was called
-    with them.
-    """
-    if not (isinstance(module, nn.Module) and callable(loss_fn)):
-        raise FuncgaError(
-            f"{name} was given {type(module).__name__} as its module, and {type(loss_fn).__name__} "
-            "as its loss. Pass the module, then the loss: "
-            f"{name}(model, lambda model, x, y: F.mse_loss(model(x), y))."
-        )
-
 
 # --- modules that are wrapped to reduce their gradients
 
@@ -49,19 +33,16 @@ class WrapperKind(NamedTuple):
     wrapper: str
 
 
-_DDP = "torch_backend.wrapped.ddp:DDP"
-_FSDP1 = "funcga.tools.fsdp1.in_torch:FSDP1"
-_FSDP2 = "torch_backend.wrapped.fsdp:FSDP2"
-_REPLICATE = "torch_backend.wrapped.ddp:Replicate"
-_TORCH = "torch.distributed"
+_DDP, _FSDP = "DistributedDataParallel", "FullyShardedDataParallel"
+_FSDP2, _COMPOSABLE = "torch_backend.wrapped.fsdp:FSDP2", "torch.distributed._composable"
 _KINDS = (
-    WrapperKind("torch.nn.parallel", "DistributedDataParallel", "DistributedDataParallel", _DDP),
-    WrapperKind(f"{_TORCH}.fsdp", "FullyShardedDataParallel", "FullyShardedDataParallel", _FSDP1),
-    WrapperKind(f"{_TORCH}._composable.replicate", "DDP", "replicate", _REPLICATE),
+    WrapperKind("torch.nn.parallel", _DDP, _DDP, "torch_backend.wrapped.ddp:DDP"),
+    WrapperKind("torch.distributed.fsdp", _FSDP, _FSDP, "funcga.tools.fsdp1.in_torch:FSDP1"),
     WrapperKind(
-        f"{_TORCH}._composable.replicate_with_fsdp", "ReplicateModule", "replicate", _FSDP2
+        f"{_COMPOSABLE}.replicate", "DDP", "replicate", "torch_backend.wrapped.ddp:Replicate"
     ),
-    WrapperKind(f"{_TORCH}.fsdp", "FSDPModule", "fully_shard", _FSDP2),
+    WrapperKind(f"{_COMPOSABLE}.replicate_with_fsdp", "ReplicateModule", "replicate", _FSDP2),
+    WrapperKind("torch.distributed.fsdp", "FSDPModule", "fully_shard", _FSDP2),
 )
 
 
@@ -118,52 +99,6 @@ def signature_with(loss_fn: LossFn, names: Sequence[str]) -> inspect.Signature |
         return None
 
 
-# --- tensors in the place of the module's own
-
-
-def replaced(given: Tensors, own: Mapping[str, torch.Tensor], what: str) -> dict[int, torch.Tensor]:
-    """The given tensors by the ids of the module's `own` that they stand in for. Raises FuncgaError
-    for names and shapes that the module does not have, for gradients of frozen parameters, and
-    where hooks would not be called. `what`: "parameters" or "buffers".
-    """
-    by_id: dict[int, torch.Tensor] = {}  # annotated: torch.compile cannot trace dict[...]()
-    for name, tensor in given.items():
-        original = own.get(name)
-        if original is None or tensor.shape != original.shape:
-            hint = similar(name, own) if original is None else ""
-            raise FuncgaError(
-                f"`{name}` is {arrays.describe(tensor)}, and among the {what} of the module it is "
-                f"{arrays.describe(original)}{hint}. Give each by the name and in the shape that "
-                f"it has there: dict(module.named_{what}())."
-            )
-        if id(original) in by_id:
-            raise FuncgaError(
-                f"`{name}` and another of the {what} that were given are one tensor in the module, "
-                f"tied: give one of the two names, as dict(module.named_{what}()) does."
-            )
-        by_id[id(original)] = tensor
-    _check_differentiated({n: each for n, each in given.items() if each.requires_grad}, own)
-    return by_id
-
-
-def _check_differentiated(given: Tensors, own: Tensors) -> None:
-    """Raises FuncgaError for gradients of frozen parameters, and for hooks that are not called."""
-    frozen = [name for name in given if not own[name].requires_grad]
-    frozen = [name for name in frozen if isinstance(own[name], nn.Parameter)]
-    # If none is trained, the module is a mere frame for parameters from elsewhere.
-    if frozen and any(tensor.requires_grad for tensor in own.values()):
-        raise _frozen(frozen[0])
-    for name, tensor in given.items() if _private.transforms() else ():
-        has_hooks = _private.hooks_of(own[name]) and not _private.hooks_of(tensor)
-        # What was computed from a parameter, as in meta-learning, has no use for its hooks.
-        if has_hooks and tensor.is_leaf:
-            raise FuncgaError(
-                f"`{name}` has a hook of register_hook, which a transform of torch.func does not "
-                "call. Take the gradient with funcga.grad or funcga.value_and_grad, which do; or "
-                "remove it with handle.remove()."
-            )
-
-
 # --- what is differentiated
 
 
@@ -172,34 +107,13 @@ def check_unfrozen(tree: Tree, function: Callable[..., object], argnum: int) -> 
     for index, leaf in enumerate(trees.flatten(tree)[0]):
         if isinstance(leaf, nn.Parameter) and not leaf.requires_grad:
             name = argument_names(function, argnum + 1)[argnum]
-            raise _frozen(leaf_paths(tree, trees, name)[index])
+            raise frozen(leaf_paths(tree, trees, name)[index])
 
 
-def _frozen(path: str) -> FuncgaError:
+def frozen(path: str) -> FuncgaError:
+    """The error for a gradient of a frozen parameter."""
     return FuncgaError(
         f"`{path}` is frozen, requires_grad=False, and a gradient was asked for: an optimizer "
         "would move it. Give the parameters that are trained: torch_backend.trainable(module). Or "
         "unfreeze it: parameter.requires_grad_(True)."
     )
-
-
-def nothing_to_train(module: nn.Module) -> FuncgaError:
-    """The error for a module that is frozen as a whole."""
-    return FuncgaError(
-        f"no parameter of the {type(module).__name__} requires grad, so there is nothing to train. "
-        "Unfreeze what is to be trained: module.requires_grad_(True), or "
-        "parameter.requires_grad_(True)."
-    )
-
-
-def check_not_differentiated(name: str, tree: Tree) -> None:
-    """Raises FuncgaError if these are differentiated from outside: the result of `name` has no
-    derivative.
-    """
-    leaves = trees.flatten(tree)[0] if arrays.in_transform() else ()
-    if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
-        raise FuncgaError(
-            f"{name} is used inside of a loss that is being differentiated, and its updates carry "
-            "no derivative. Write the update as a function of tensors, such as `p - lr * g`. If it "
-            "is a constant for that loss, compute it under torch.no_grad()."
-        )

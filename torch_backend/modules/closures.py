@@ -65,18 +65,13 @@ def _closed_over(function: types.FunctionType) -> list[object]:
     """
     if (function.__module__ or "").startswith(_LIBRARIES):
         return []
-    # Cells hold the variables of enclosing functions. The names in the code are those of globals
-    # and of attributes alike: looking up one too many does no harm.
-    cells = [cell.cell_contents for cell in function.__closure__ or () if cell != _EMPTY]
-    names = _names(function.__code__) & function.__globals__.keys()
-    named = [function.__globals__[name] for name in names]
-    defaults = function.__defaults__ or (), (function.__kwdefaults__ or {}).values()
-    return [*cells, *named, *defaults[0], *defaults[1]]
-
-
-_EMPTY = types.CellType()  # of a variable that is not set yet
-
-
-def _names(code: types.CodeType) -> set[str]:
-    inner = [_names(const) for const in code.co_consts if isinstance(const, types.CodeType)]
-    return set(code.co_names).union(*inner)
+    # The names in the code are those of globals and of attributes alike: looking up one too many
+    # does no harm.
+    codes, names = [function.__code__], set[str]()
+    for code in codes:  # the list grows by functions inside of this one
+        codes += [const for const in code.co_consts if isinstance(const, types.CodeType)]
+        names.update(code.co_names)
+    named = [value for name, value in function.__globals__.items() if name in names]
+    # Cells hold the variables of enclosing functions.
+    cells = function.__closure__ or ()
+    return [*named, *gc.get_referents(*cells, function.__defaults__, function.__kwdefaults__)]

@@ -7,7 +7,7 @@ Only torch has this file: in JAX the arrays of a model are arguments.
 import copy
 import inspect
 import threading
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -17,12 +17,13 @@ import torch
 from torch import nn
 
 from funcga._types import LossFn
-from funcga.errors import FuncgaError
+from funcga.errors import FuncgaError, similar
 from torch_backend import _private, arrays
 from torch_backend._private import BUFFERS, PARAMETERS
-from torch_backend.modules.checks import Tensors, check_not_wrapped, replaced, signature_with
-from torch_backend.modules.layers import Table, Walk, call_loss
+from torch_backend.modules.checks import check_not_wrapped, frozen, signature_with
+from torch_backend.modules.layers import Table, Walk
 
+Tensors = Mapping[str, torch.Tensor]
 # What loss_fn returns: a scalar, or (scalar, aux).
 Output = object
 
@@ -43,44 +44,23 @@ class PureLoss:
         """That of loss_fn, with the parameters in the place of the module."""
         return signature_with(self.loss_fn, ["params", "buffers"] if self.buffers else ["params"])
 
-    def __call__(self, params: Tensors, *args: object, **kwargs: object) -> Output:
+    def __call__(self, params: Tensors, *args: Any, **kwargs: object) -> Output:
         """The loss of a batch with these parameters; with the buffers, if they are threaded."""
-        if torch.compiler.is_compiling():
-            return self._traced(params, *args, **kwargs)
-        with self.entered(params) as loss:
-            return loss(*args, **kwargs)
-
-    def entered(self, params: Tensors, recorded: bool = False) -> "Visit":
-        """A context in which the module has these parameters, and its value is called as
-        `loss(*batch)`.
-
-        `recorded`: parameters that are left out require grad if the module's own do. Functions that
-        recompute in the backward pass may be recorded for their sake alone.
-
-        It can be entered again and again. While it is entered, other threads that want to put
-        parameters into the module, or into one that overlaps with it, are refused.
-        """
-        return Visit(self, params, recorded)
-
-    def _traced(self, params: Tensors, *args: object, **kwargs: object) -> Output:
-        """The same as torch.compile knows it, also in a loop."""
-        module = self.module
-        threaded: dict[str, Any] = {}
+        if not torch.compiler.is_compiling():
+            with Visit(self, params) as loss:
+                return loss(*args, **kwargs)
+        # The same as torch.compile knows it, also in a loop.
+        module, threaded = self.module, dict[str, Any]()
         replaced(params, dict(module.named_parameters(remove_duplicate=False)), "parameters")
-        buffers: dict[str, torch.Tensor] = dict(module.named_buffers())
         if self.buffers:
-            threaded, args = args[0], args[1:]  # type: ignore[assignment]
+            threaded, *args = args  # type: ignore[assignment]
             replaced(threaded, dict(module.named_buffers(remove_duplicate=False)), "buffers")
-        buffers = {**buffers, **threaded}
+        buffers = {**dict(module.named_buffers()), **threaded}
         output, after = self.functional(params, buffers, args, kwargs)
         return with_state(output, {n: after[n] for n in threaded}) if self.buffers else output
 
     def functional(
-        self,
-        params: Tensors,
-        buffers: Tensors,
-        args: Iterable[object],
-        kwargs: dict[str, object],
+        self, params: Tensors, buffers: Tensors, args: Sequence[object], kwargs: dict[str, object]
     ) -> tuple[Output, dict[str, torch.Tensor]]:
         """(what loss_fn returns for the module with these tensors, its buffers afterwards), as
         functional_call computes it.
@@ -94,16 +74,18 @@ class PureLoss:
 
 
 class Visit:
-    """A context in which the module of a loss has other parameters, and copies of its buffers:
-    `loss(*batch)`.
+    """A context in which the module of a loss has other parameters, and copies of its buffers, and
+    whose value is called as `loss(*batch)`.
 
     Its own tables are never written to: they are exchanged, in the `__dict__` of each part. It may
     be entered again and again: in between the module has its own parameters, and other threads may
-    enter.
+    enter. While it is entered, those that want to put parameters into the module, or into one that
+    overlaps with it, are refused.
 
     Parameters that are not among `params` stay, detached from any graph, except in a transform: a
-    tensor of a loss around this one keeps its graph. `recorded`: a parameter that stays is a leaf
-    if it requires grad.
+    tensor of a loss around this one keeps its graph. `recorded`: one that stays is a leaf if it
+    requires grad, as functions that recompute in the backward pass may be recorded for its sake
+    alone.
     """
 
     tables: list[Table] | None = None  # of the parameters, set when this is first entered
@@ -111,7 +93,7 @@ class Visit:
     own: list[tuple[dict[str, Any], Table, Table]]
     use: "Use"  # what the exit ends
 
-    def __init__(self, loss: PureLoss, params: Tensors, recorded: bool):
+    def __init__(self, loss: PureLoss, params: Tensors, recorded: bool = False):
         check_not_wrapped(loss.module)
         self.loss, self.params, self.recorded = loss, params, recorded
         self.parts = loss.walk.through(loss.module)
@@ -132,7 +114,7 @@ class Visit:
             space[PARAMETERS], space[BUFFERS] = parameters.copy(), buffers.copy()
         # Without buffers there is nothing to do around a micro-batch.
         has_buffers = loss.buffers or any(buffers for _, _, buffers in self.own)
-        return self if has_buffers else partial(call_loss, loss.loss_fn, loss.module)
+        return self if has_buffers else partial(loss.loss_fn, loss.module)
 
     def __exit__(self, *error: object) -> None:
         for space, parameters, buffers in self.own:
@@ -142,36 +124,34 @@ class Visit:
     def _tables(self) -> list[Table]:
         """The tables of parameters that the parts have meanwhile, checked."""
         own = self.parts.tables(PARAMETERS)
-        tensors: dict[int, Any] = {}
-        tensors |= replaced(self.params, self.parts.named(own), "parameters")
+        tensors = replaced(self.params, self.parts.named(own), "parameters")
         for tensor in chain.from_iterable(map(dict.values, own)):
-            if id(tensor) not in tensors:
-                tensors[id(tensor)] = None if tensor is None else self._left_out(tensor)
-        return [{name: tensors[id(each)] for name, each in table.items()} for table in own]
+            if tensor is not None and id(tensor) not in tensors:
+                tensors[id(tensor)] = self._left_out(tensor)
+        return [{name: tensors.get(id(each)) for name, each in table.items()} for table in own]
 
     def _left_out(self, own: torch.Tensor) -> torch.Tensor:
         """A parameter that is not given, without its graph."""
         if arrays.in_transform() and not isinstance(own, nn.Parameter):
             return own
-        # A leaf only if autograd is to record what is not differentiated, as a loop by hand would.
-        is_leaf = self.recorded and own.requires_grad
-        return own.detach().requires_grad_() if is_leaf else own.detach()
+        stays = own.detach()
+        return stays.requires_grad_() if self.recorded and own.requires_grad else stays
 
-    def __call__(self, *args: object, **kwargs: object) -> Output:
+    def __call__(self, *args: Any, **kwargs: object) -> Output:
         """The loss of a batch, on copies of the module's own buffers, or of those that are
         threaded.
         """
         loss, tables, threaded = self.loss, [buffers for *_, buffers in self.own], dict[str, Any]()
         own = self.parts.named(tables)
         if loss.buffers:
-            threaded, args = args[0], args[1:]  # type: ignore[assignment]
+            threaded, *args = args  # type: ignore[assignment]
         # Each micro-batch gets new ones: writes through `.data` or a NumPy array cannot be seen, so
         # none can be reused.
         given = replaced(threaded, own, "buffers")
         copies = _copies({id(buffer): buffer for buffer in own.values()}, given)
         for space, table in zip(self.parts.spaces, tables, strict=True):
             space[BUFFERS] = {name: copies.get(id(buffer)) for name, buffer in table.items()}
-        output = call_loss(loss.loss_fn, loss.module, *args, **kwargs)
+        output = loss.loss_fn(loss.module, *args, **kwargs)
         if not loss.buffers:
             return output
         # They are copied: a checkpoint runs the forward pass again later, and writes to the buffers
@@ -185,6 +165,45 @@ def with_state(output: Output, state: dict[str, torch.Tensor]) -> tuple[Output, 
     if isinstance(output, tuple | list) and len(output) == 2:
         return output[0], (output[1], state)
     return output, state
+
+
+def replaced(given: Tensors, own: Tensors, what: str) -> dict[int, torch.Tensor]:
+    """The given tensors by the ids of the module's `own` that they stand in for. Raises FuncgaError
+    for names and shapes that the module does not have, for gradients of frozen parameters, and
+    where hooks would not be called. `what`: "parameters" or "buffers".
+    """
+    by_id: dict[int, torch.Tensor] = {}  # annotated: torch.compile cannot trace dict[...]()
+    # If none is trained, the module is a mere frame for parameters from elsewhere.
+    is_frame = not any(tensor.requires_grad for tensor in own.values())
+    transformed = _private.transforms() > 0
+    for name, tensor in given.items():
+        original = own.get(name)
+        if original is None or tensor.shape != original.shape:
+            hint = similar(name, own) if original is None else ""
+            raise FuncgaError(
+                f"`{name}` is {arrays.describe(tensor)}, and among the {what} of the module it is "
+                f"{arrays.describe(original)}{hint}. Give each by the name and in the shape that "
+                f"it has there: dict(module.named_{what}())."
+            )
+        if id(original) in by_id:
+            raise FuncgaError(
+                f"`{name}` and another of the {what} that were given are one tensor in the module, "
+                f"tied: give one of the two names, as dict(module.named_{what}()) does."
+            )
+        by_id[id(original)] = tensor
+        if not tensor.requires_grad:
+            continue
+        if isinstance(original, nn.Parameter) and not (original.requires_grad or is_frame):
+            raise frozen(name)
+        # What was computed from a parameter, as in meta-learning, has no use for its hooks.
+        is_computed = not tensor.is_leaf or _private.hooks_of(tensor)
+        if transformed and _private.hooks_of(original) and not is_computed:
+            raise FuncgaError(
+                f"`{name}` has a hook of register_hook, which a transform of torch.func does not "
+                "call. Take the gradient with funcga.grad or funcga.value_and_grad, which do; or "
+                "remove it with handle.remove()."
+            )
+    return by_id
 
 
 def _copies(

@@ -14,7 +14,7 @@ from torch import nn
 from funcga._types import GradFn, LossFn, P, R
 from funcga.errors import FuncgaError
 from torch_backend import _private
-from torch_backend.modules.checks import check_module_and_loss, wrapper_kind_of
+from torch_backend.modules.checks import wrapper_kind_of
 from torch_backend.wrapped.ddp import Wrapper, no_outer_mesh
 from torch_backend.wrapped.gradient import ModuleGradient
 from torch_backend.wrapped.window import WrappedGradient
@@ -99,7 +99,6 @@ def module_value_and_grad(
         >>> torch_backend.assign_grads(model, grads)
         >>> optimizer.step()
     """
-    check_module_and_loss(module, loss_fn, "module_value_and_grad")
     if sync not in ("last", "every", "outer"):
         raise FuncgaError(
             f'sync is {sync!r}. Write sync="last", to synchronise once a window, sync="every", to '

@@ -139,7 +139,7 @@ def _check_cut(arguments: Arguments, args: tuple[Tree, ...], rows: list[int]) ->
 class LossOfModule(GradientFunction):
     """The loss of a module, whose gradients are those of its own parameters."""
 
-    def unreached(self, count: int, backend: Backend) -> FuncgaError:
+    def unreached(self, count: int) -> FuncgaError:
         """The error for a loss that depends on no parameter of the module."""
         return FuncgaError(
             "the loss does not depend on any parameter of the module: nothing would be trained. "

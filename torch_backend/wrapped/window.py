@@ -46,7 +46,7 @@ from torch_backend.engine.plan import (
 )
 from torch_backend.engine.window import Window, functions_alive
 from torch_backend.modules.checks import modules_in
-from torch_backend.modules.layers import Walk, buffers_of, call_loss, put_back
+from torch_backend.modules.layers import Walk, buffers_of, put_back
 from torch_backend.reduce import Reduction, reductions_of
 from torch_backend.reduce.agreement import progress_of
 from torch_backend.reduce.header import nothing_to_fold
@@ -154,7 +154,7 @@ class OwnGrads(Window):
             self.plans, self.key = self.program.memory.keep(Plans), call_key(self.params, ())
             self.plan = self.plans.get(self.key) or Plan((OWN,), whole=(OWN,))
             self.leaves = Leaves({OWN: self.params}, self.inputs, self.inputs)
-            self.loss_fn = partial(call_loss, self.gradient.loss_fn, self.module)
+            self.loss_fn = partial(self.gradient.loss_fn, self.module)
             devices = autocasting({leaf.device.type for leaf in self.inputs})
             if devices:
                 self.outside = outside_of_autocast(devices, stack)

@@ -299,7 +299,7 @@ class CompiledWindow(Window):
         # Until the first loss shows its dtype, one of that of the parameters stands in.
         folding = self.plan.folding or bound.folding_of(self, leaves[0].new_zeros(()), None)
         self.is_weighted = folding.are_weighted
-        if folding.lends and folding.weighs == self.is_weighted:  # all are sums, of one kind
+        if folding.lends and len(folding.ways) < 2:  # all are sums, of one kind
             self.totals = self._zeros(leaves, folding)
 
     def _zeros(self, leaves: list[torch.Tensor], folding: Folding) -> list[torch.Tensor]:

@@ -15,9 +15,9 @@ from funcga._types import Scalar, Tree
 from funcga.folds import sum as summed
 from funcga.tools.coupled import Cotangents, Coupled, Summaries
 from jax_backend import arrays, sharding, trees
-from jax_backend.compiled import compiled
+from jax_backend.compiled import Compiled
 from jax_backend.gradients import depends
-from jax_backend.loop import accumulated, begin, fold_batch, tally_of
+from jax_backend.loop import accumulated, begin, fold_batch, tallies_of
 from jax_backend.sharding import Spread
 
 
@@ -36,7 +36,7 @@ class _Step:
 
     def __init__(self, job: Coupled, backend: Backend):
         self.job, self.backend = job, backend
-        self.step = compiled(self.traced)
+        self.step = Compiled(self.traced)
 
     def traced(self, spread: Spread, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> Tree:
         """The step, traced."""
@@ -56,10 +56,7 @@ class _Step:
         # The first pass: the summaries. With one micro-batch, XLA merges both passes.
         first = job.first()
         outputs, folded, spread = fold_batch(first, backend, spread, args, kwargs)
-        tallies = [
-            tally_of(folded.total, folded.unit, fold.is_mean, fold.is_narrow)
-            for fold in outputs.reduced_folds
-        ]
+        tallies = tallies_of(outputs, folded.total, folded.unit)
         triples = zip(outputs.reduced_folds, folded.reduced, tallies, strict=True)
         reduced = [fold.normalize(leaf, tally) for fold, leaf, tally in triples]
         value = outputs.join(reduced, folded.collected, folded.state)

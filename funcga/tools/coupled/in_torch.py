@@ -24,6 +24,11 @@ from funcga.folds import Fold
 from funcga.normalizers import identity
 from funcga.reducers import weighted
 from funcga.tools.coupled import Coupled, Summaries
+from funcga.tools.random_states.in_torch import (
+    devices_of,
+    generator_states,
+    put_generator_states,
+)
 from torch_backend import arrays, trees
 from torch_backend.arrays import recording_loss
 from torch_backend.engine.alone import value_of
@@ -41,8 +46,6 @@ from torch_backend.loop import (
     weights_of,
 )
 from torch_backend.modules import PureLoss
-from torch_backend.modules.layers import call_loss
-from torch_backend.randomness import devices_of, generator_states, put_generator_states
 from torch_backend.reduce import reductions_of
 from torch_backend.sums import Sums
 from torch_backend.wrapped.gradient import ModuleGradient
@@ -114,8 +117,8 @@ class _Parameters:
             return wraps(summary_fn, updated=())(of_arguments)
 
         def of_module(module: torch.nn.Module, *batch: Tree, **kwargs: Tree) -> Tree:
-            summarise = lambda *args, **kwargs: call_loss(
-                summary_fn.loss_fn, module, *args[len(params) :], **kwargs
+            summarise = lambda *args, **kwargs: summary_fn.loss_fn(
+                module, *args[len(params) :], **kwargs
             )
             return loss(summarise, (*params, *batch), kwargs)
 
@@ -205,7 +208,7 @@ class _FirstPass(Called):
         summarise: Any = parameters.summary_fn
         tensors = trees.flatten(call)[0]
         if own is not None:
-            summarise = partial(call_loss, own.loss_fn, own.module)
+            summarise = partial(own.loss_fn, own.module)
             tensors += own.parameters()
         across = parameters.owner.merged_over(job.program.across)
         program = job.first(grad_fn=summarise, across=across)

@@ -9,6 +9,7 @@ from funcga._call import Memory, Program
 from funcga._fold import LeafFold, as_number
 from funcga._fold.accumulator import Accumulation
 from funcga._fold.outputs import Outputs
+from funcga._tools import load
 from funcga._types import Array, DropTest, Scalar, Tree
 from funcga.errors import FuncgaError
 
@@ -54,7 +55,8 @@ class Dropping:
             return True
         # If the host sees the answer, it is a bool, and nothing is computed for what is dropped.
         if self.test is None:
-            keep = arrays.scalar(arrays.finite(leaves))
+            finite = load(f"finite.in_{backend.name}", "drop=").finite
+            keep = arrays.scalar(finite(leaves))
         else:
             drop = _as_bool(self.test(value), arrays)
             keep = arrays.xp.logical_not(drop) if arrays.is_array(drop) else not drop
@@ -185,9 +187,10 @@ class DroppingUpdates(Dropping):
             # Without an update the folded ones are dropped, too. An empty window, flushed inside
             # of jit, does not count.
             keep, is_filled = keep & (rejected == 0), arrays.as_array(steps + rejected > 0)
-            emitted, zero = arrays.as_array(keep), arrays.integer(0)
-            microbatches = microbatches + arrays.xp.where(emitted, zero, arrays.integer(steps))
-            windows = windows + arrays.xp.where(emitted, zero, arrays.integer(is_filled))
+            emitted, integer = arrays.as_array(keep), arrays.xp.int32
+            zero, steps = arrays.cast(0, integer), arrays.cast(steps, integer)
+            microbatches = microbatches + arrays.xp.where(emitted, zero, steps)
+            windows = windows + arrays.xp.where(emitted, zero, arrays.cast(is_filled, integer))
         return arrays.scalar(keep) if arrays.is_array(keep) else keep, dropped._replace(
             microbatches=microbatches, windows=windows
         )

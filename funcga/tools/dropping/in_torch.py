@@ -17,12 +17,17 @@ from funcga._fold.outputs import Outputs
 from funcga._types import Scalar, Tree
 from funcga.errors import FuncgaError
 from funcga.tools.dropping import DroppingStep
+from funcga.tools.finite.in_torch import finite
+from funcga.tools.random_states.in_torch import (
+    devices_of,
+    generator_states,
+    put_generator_states,
+)
 from torch_backend import _private, arrays, trees
 from torch_backend.dtensor import local
 from torch_backend.engine.called import Called
 from torch_backend.modules import trainable
 from torch_backend.modules.layers import Buffers, buffers_of, put_back
-from torch_backend.randomness import devices_of, generator_states, put_generator_states
 from torch_backend.replicas import Listener
 from torch_backend.sums import Folding, Sums
 
@@ -104,8 +109,7 @@ class DroppingSums(Sums):
 
     def look_at(self, sums: Sequence[torch.Tensor]) -> None:
         """Drops the window if what a wrapper has summed is not finite."""
-        finite = self.folding.outputs.backend.arrays.finite(sums)
-        self.rejected = self.rejected + arrays.scalar((~finite).to(torch.int64))
+        self.rejected = self.rejected + arrays.scalar((~finite(sums)).to(torch.int64))
 
     def result(self) -> Tree:
         """The normalised result; zeros, and the state that came in, if the window is dropped."""

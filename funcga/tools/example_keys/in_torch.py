@@ -15,8 +15,12 @@ from torch import nn
 
 from funcga._types import Array, R, Scalar, Tree
 from funcga.errors import FuncgaError
+from funcga.tools.random_states.in_torch import (
+    devices_of,
+    generator_states,
+    put_generator_states,
+)
 from torch_backend import arrays, trees
-from torch_backend.randomness import devices_of, generator_states, put_generator_states
 
 # The step from one number of a stream to the next, and the two factors of the mix. They are
 # unsigned numbers of 64 bits, written as the int64 of the same bits: sums and products wrap around

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-from torch_backend._private import attribute
-
 SYNCHRONISES_FSDP1 = "_sync_gradients"
 
 
@@ -34,7 +32,7 @@ def is_unsharded(module: Any, name: str) -> bool:
     pass in no_sync() leaves it.
     """
     flat = flat_param_of(module)
-    shapes = {attribute(flat, f"{each}.shape", None) for each in ("_local_shard", name)}
+    shapes = {getattr(getattr(flat, each, None), "shape", None) for each in ("_local_shard", name)}
     return len(shapes - {None}) > 1
 
 
@@ -45,7 +43,7 @@ def holders_of_fsdp1(module: Any) -> list[object]:
 
 def whole_of_flat(flat: object) -> torch.Tensor | None:
     """The memory of a whole flat parameter; None before the first pass."""
-    return attribute(flat, "_full_param_padded", None)
+    return getattr(flat, "_full_param_padded", None)
 
 
 def says_that_a_shard_is_missing(error: AssertionError) -> bool:
@@ -71,7 +69,7 @@ def reset_fsdp1(roots: Sequence[Any], modules: Sequence[Any]) -> None:
             handle._ran_pre_backward_hook = handle._needs_pre_backward_unshard = (
                 handle._prefetched
             ) = False
-            if attribute(flat, "_local_shard", None) is not None:  # as from the first pass on
-                attribute(handle, "reshard", bool)(handle.uses_sharded_strategy)
+            if getattr(flat, "_local_shard", None) is not None:  # as from the first pass on
+                getattr(handle, "reshard", bool)(handle.uses_sharded_strategy)
     for root in roots:
         root._post_backward_callback_queued = False

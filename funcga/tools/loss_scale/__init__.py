@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from funcga._backend import Backend
 from funcga._backend.dispatch import backend_of
 from funcga._fold import LEAST32, check_quantity, is_quantity
+from funcga._tools import load
 from funcga._transform import DonatingTransform, Traits, Transform, wrapped_transform
 from funcga._transform.apply import Step, UpdateFunction, traits_of
 from funcga._types import Array, Structure, Tree
@@ -140,7 +141,7 @@ class _ScaledUpdate(UpdateFunction):
         arrays = backend.arrays
         scale = arrays.cast(arrays.as_array(self.init_scale), arrays.as_dtype("float32"))
         inner = self.tx.init(backend.transforms.widened(params)[0])
-        return LossScaledState(inner, scale, arrays.integer(0), arrays.integer(0))
+        return LossScaledState(inner, scale, *(arrays.cast(0, arrays.xp.int32) for _ in range(2)))
 
     def stepped(
         self,
@@ -172,7 +173,7 @@ class _ScaledUpdate(UpdateFunction):
 
     def _is_finite(self, leaves: list[Array], backend: Backend) -> Array:
         """Whether the gradients are finite, on all replicas."""
-        finite = backend.arrays.finite(leaves)
+        finite = load(f"finite.in_{backend.name}", "loss_scaled").finite(leaves)
         if self.across is None:
             return finite
         # All replicas skip the window if any has a gradient that is not finite.
@@ -189,7 +190,8 @@ class _ScaledUpdate(UpdateFunction):
         stays.
         """
         # Selected by `where`, as the host may not see whether the window was used.
-        xp, zero = backend.arrays.xp, backend.arrays.integer(0)
+        xp = backend.arrays.xp
+        zero = backend.arrays.cast(0, xp.int32)
         growth = state.growth + 1
         grown, smaller = state.scale * self.growth_factor, state.scale * self.backoff_factor
         # Never 0.

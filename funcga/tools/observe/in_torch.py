@@ -11,6 +11,7 @@ from funcga._call.arguments import Arguments
 from funcga._grad import GradientFunction
 from funcga._types import Array, Scalar, Tree
 from funcga.errors import FuncgaError
+from funcga.tools.finite.in_torch import measured
 from funcga.tools.observe.readings import Readings
 from torch_backend import _private, arrays, trees
 from torch_backend.dtensor import is_dtensor
@@ -26,7 +27,7 @@ def squared_norms(leaves: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.T
     """The sum of the squared absolute values of all elements of each array, [arrays], without a
     copy of them.
     """
-    return torch.stack(arrays.measured(lambda array: squared_norm(array, dtype), leaves))
+    return torch.stack(measured(lambda array: squared_norm(array, dtype), leaves))
 
 
 def squared_norm(array: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -200,7 +200,7 @@ class Readings:
             )
 
         # In torch over all shards; XLA knows where they are.
-        of_leaves = vars(arrays)["measured"] if in_torch else map
+        of_leaves = load("finite.in_torch", "observe=").measured if in_torch else map
         return xp.stack([*of_leaves(measured, leaves)])
 
     def leaves_for(self, measures: Array, weight: Scalar, seed: Scalar = 1.0) -> list[Array]:

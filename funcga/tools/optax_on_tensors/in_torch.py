@@ -17,10 +17,10 @@ from funcga._backend.prefixes import leaf_paths
 from funcga._transform import Transform
 from funcga._types import Tree
 from funcga.errors import FuncgaError
+from funcga.tools.optimizers.chain_in_torch import check_not_differentiated
 from funcga.tools.trees import Transfer, converted, in_torch, side
 from torch_backend import arrays, trees
 from torch_backend.dtensor import is_dtensor
-from torch_backend.modules.checks import check_not_differentiated
 from torch_backend.parameters import matched
 
 if TYPE_CHECKING:

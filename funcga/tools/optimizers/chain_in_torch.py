@@ -13,11 +13,10 @@ from funcga._transform import DonatingTransform, Traits, Transform, read_transfo
 from funcga._transform.apply import UpdateFunction, traits_of, updated
 from funcga._types import Tree
 from funcga.errors import FuncgaError
-from torch_backend import trees
+from torch_backend import arrays, trees
 from torch_backend._private import pytree
 from torch_backend.arrays import without_overlap
 from torch_backend.dtensor import is_dtensor
-from torch_backend.modules.checks import check_not_differentiated
 from torch_backend.parameters import added, apart
 
 
@@ -246,6 +245,19 @@ def _no_norm_yet(params: Tree) -> ClipNormState:
     dtype = torch.float64 if is_wide else torch.float32
     device = tensors[0].device if tensors else None
     return ClipNormState(torch.full((), torch.nan, dtype=dtype, device=device))
+
+
+def check_not_differentiated(name: str, tree: Tree) -> None:
+    """Raises FuncgaError if these are differentiated from outside: the result of `name` has no
+    derivative.
+    """
+    leaves = trees.flatten(tree)[0] if arrays.in_transform() else ()
+    if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
+        raise FuncgaError(
+            f"{name} is used inside of a loss that is being differentiated, and its updates carry "
+            "no derivative. Write the update as a function of tensors, such as `p - lr * g`. If it "
+            "is a constant for that loss, compute it under torch.no_grad()."
+        )
 
 
 def _clipped(clip: Callable[..., Any], owned: bool, grads: Tree, state: Tree) -> tuple[Tree, Tree]:

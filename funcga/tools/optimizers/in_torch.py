@@ -14,7 +14,7 @@ from funcga._transform import DonatingTransform, Traits, Transform
 from funcga._transform.apply import UpdateFunction
 from funcga._types import Tree
 from funcga.errors import FuncgaError
-from funcga.tools.optimizers.chain_in_torch import ClipNormState
+from funcga.tools.optimizers.chain_in_torch import ClipNormState, check_not_differentiated
 from funcga.tools.optimizers.foreign_in_torch import checked_step
 from funcga.tools.optimizers.options_in_torch import Options, options_of
 from funcga.tools.optimizers.state_in_torch import (
@@ -31,7 +31,6 @@ from funcga.tools.optimizers.state_in_torch import (
 from torch_backend import arrays, trees
 from torch_backend._private import pytree
 from torch_backend.dtensor import local_tensors, without_partials
-from torch_backend.modules.checks import check_not_differentiated
 from torch_backend.parameters import matched
 
 # For torch.load with weights_only=True.
@@ -130,7 +129,7 @@ class _Update(UpdateFunction):
         leaves, structure = trees.flatten(params)
         takes_weight = self.options.take_weight(self.options.grouped(params))
         state = OptimizerState(
-            arrays.integer(0),
+            arrays.cast(0, torch.int32),
             trees.unflatten(structure, [{} for _ in leaves]),
             torch.zeros(len(leaves), dtype=torch.bool, device="cpu"),
             torch.tensor(torch.nan, dtype=torch.float64, device="cpu") if takes_weight else (),

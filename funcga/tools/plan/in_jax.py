@@ -13,6 +13,7 @@ from funcga._call import Memory, Program
 from funcga._types import Tree
 from funcga.errors import FuncgaError
 from jax_backend import trees
+from jax_backend._private import is_tracing
 
 
 def is_shape(leaf: Any) -> bool:
@@ -53,6 +54,11 @@ def free_memory(tree: Tree) -> int | None:
     devices = {device for leaf in held for device in leaf.devices()} or {*jax.local_devices()[:1]}
     stats = [device.memory_stats() for device in devices if device.platform != "cpu"]
     return min([each["bytes_limit"] - each["bytes_in_use"] for each in stats if each], default=None)
+
+
+def is_compiling() -> bool:
+    """Whether the call belongs to a program that is being compiled."""
+    return is_tracing()
 
 
 def is_out_of_memory(error: BaseException) -> bool:

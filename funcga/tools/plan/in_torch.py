@@ -73,6 +73,11 @@ def _free_on(device: torch.device) -> int:
     )
 
 
+def is_compiling() -> bool:
+    """Whether the call belongs to a program that is being compiled."""
+    return torch.compiler.is_compiling()
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether the error says that memory has run out."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):

@@ -31,7 +31,7 @@ class Search:
         self, backend: Backend, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[int, Any]:
         """(n, the result). Raises what the framework raises if not even one row at a time fits."""
-        if backend.loop.is_traced((args, kwargs)):
+        if side(backend).is_compiling():
             raise FuncgaError(
                 'n="auto" tries sizes out when it is called, which cannot be done in a program '
                 "that is being compiled. "

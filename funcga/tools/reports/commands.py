@@ -11,7 +11,6 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from funcga import __version__
-from funcga._backend.dispatch import load
 from funcga.errors import FuncgaError
 from funcga.tools.reports.tables import text_table
 
@@ -133,7 +132,11 @@ def versions() -> dict[str, str]:
 
 def devices() -> dict[str, list[str]]:
     """The devices of each framework that is installed, which this imports."""
-    return {name: load(name).arrays.devices() for name in ("torch", "jax") if _is_found(name)}
+    return {
+        name: importlib.import_module(f"{name}_backend.arrays").devices()
+        for name in ("torch", "jax")
+        if _is_found(name)
+    }
 
 
 def show() -> None:

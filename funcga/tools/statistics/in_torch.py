@@ -9,6 +9,7 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from funcga._types import LossFn
 from funcga.errors import FuncgaError, similar
@@ -200,7 +201,7 @@ def running_buffers(module: nn.Module, pooled: Mapping[str, Pooled]) -> dict[str
 def _tracks(layer: nn.Module) -> TypeGuard[nn.BatchNorm1d]:
     """Whether this is a BatchNorm layer, of any number of dimensions, with running statistics."""
     return (
-        isinstance(layer, _private.BatchNorm)
+        isinstance(layer, _BatchNorm)
         and layer.track_running_stats
         and layer.running_mean is not None
     )

@@ -130,7 +130,7 @@ class _Counting:
             memory=Memory(totals.step, options),
             prologue=None,
             epilogues=(),
-            observers=None,
+            watch=None,
             dropping=None,
         )
 

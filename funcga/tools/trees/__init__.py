@@ -177,7 +177,7 @@ def converted(
     the tree in errors.
     """
     _check_copy(copy)
-    target_device = None if device is None else target.arrays.device(device)
+    target_device = None if device is None else side(target).device(device)
     platforms = {*platforms, *side(target).platforms()}
     walk = _walk(tree, target, name)
 

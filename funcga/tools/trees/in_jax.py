@@ -12,6 +12,7 @@ import numpy as np
 from funcga._types import Array, Dtype
 from funcga.tools.trees import ExportError, Extent, Transfer
 from jax_backend import _private, arrays
+from jax_backend.arrays import device as device
 
 Place: TypeAlias = jax.Device | jax.sharding.Sharding
 

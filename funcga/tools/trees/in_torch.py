@@ -14,6 +14,7 @@ from funcga._types import Array
 from funcga.errors import needs_numpy
 from funcga.tools.trees import ExportError, Extent, Transfer, extent
 from torch_backend import arrays
+from torch_backend.arrays import device as device
 from torch_backend.dtensor import is_dtensor, local
 
 

@@ -13,7 +13,7 @@ from funcga._types import GradFn, Tree
 from torch_backend import arrays, trees
 from torch_backend.arrays import recording_loss
 from torch_backend.modules import PureLoss, pure_loss, trainable
-from torch_backend.modules.checks import called, modules_in, nothing_to_train
+from torch_backend.modules.checks import called, modules_in
 from torch_backend.wrapped.gradient import ModuleGradient
 
 
@@ -125,10 +125,7 @@ def of_parameters(function: GradFn) -> tuple[GradientFunction, dict[str, torch.T
         return None
     pure = pure_loss(function.module, function.loss_fn)
     gradient = _OfModule(pure, 0, function.has_aux, True, function.scaled, {True})
-    parameters = trainable(function.module)
-    if not parameters:
-        raise nothing_to_train(function.module)
-    return gradient, dict(parameters)
+    return gradient, dict(trainable(function.module))
 
 
 def module_loss(function: Callable[..., object]) -> Callable[..., object] | None:

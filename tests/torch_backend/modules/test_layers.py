@@ -216,7 +216,7 @@ def test_refusals():
 
 
 @pytest.mark.parametrize("options", [{}, {"buffers": True}, {"statistics": True}])
-def test_one_row_is_refused(options):
+def test_what_refuses_one_row_does_so_in_its_own_words(options):
     module, x, y = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), torch.randn(9, 3), torch.arange(9) % 4
     unchanged, gradient = Unchanged(module), torch_backend.pure_loss(module, entropy, **options)
     fold, axes, args = funcga.mean(), None, (x, y)
@@ -227,18 +227,11 @@ def test_one_row_is_refused(options):
     step = funcga.accumulate(
         funcga.value_and_grad(gradient, has_aux=bool(options)), microbatch_size=4, fold=fold, in_axes=axes
     )
-    with pytest.raises(FuncgaError) as caught:
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel when training"):
         step(parameters(module), *args)
-    assert str(caught.value) == (
-        "a BatchNorm layer refused the micro-batch: Expected more than 1 value per channel when training, got input size "
-        "torch.Size([1, 4]). In training mode it normalises by the variance of the micro-batch, and one value for each "
-        "channel has none. Make micro-batches of 2 rows and more, the last one too: a smaller n, or a microbatch_size "
-        "that does not leave one row over; or use its running statistics: module.eval()."
-    )
-    assert isinstance(caught.value.__cause__, ValueError)
     unchanged.check()
     own = funcga.accumulate(torch_backend.module_value_and_grad(module, entropy), microbatch_size=4)
-    with pytest.raises(FuncgaError, match="a BatchNorm layer refused the micro-batch"):
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel when training"):
         own(x, y)
 
 
@@ -246,14 +239,10 @@ def test_losses_that_do_not_take_the_module():
     module, x, y = nn.Linear(3, 2), torch.ones(6, 3), torch.ones(6, 2)
     params = torch_backend.trainable(module)
     of_module = lambda module, x, y: F.mse_loss(module(x), y)
-    without = "loss_fn is called with the module and then each argument of the micro-batch, {} in all: "
-    line = (
-        "Write it with the module first, lambda module, x, y: F.mse_loss(module(x), y) for batches (x, y), or lambda "
-        "module, batch: ... for batches in a dict, and call the step with the batch alone."
-    )
-    for loss_fn, args, count in [
-        (lambda batch: F.mse_loss(module(batch["x"]), batch["y"]), ({"x": x, "y": y},), 2),
-        (of_module, (x, y, y), 4),
+    wrong = pytest.raises(TypeError, match=r"takes \d positional arguments? but \d were given")
+    for loss_fn, args in [
+        (lambda batch: F.mse_loss(module(batch["x"]), batch["y"]), ({"x": x, "y": y},)),
+        (of_module, (x, y, y)),
     ]:
         own, pure = (make(module, loss_fn) for make in (torch_backend.module_value_and_grad, torch_backend.pure_loss))
         for call, given in [
@@ -261,16 +250,19 @@ def test_losses_that_do_not_take_the_module():
             (funcga.accumulate(own, 2), args),
             (funcga.stream(own), ([args],)),
         ]:
-            assert check_refused(line, call, *given).startswith(without.format(count))
+            with wrong:
+                call(*given)
     own = torch_backend.module_value_and_grad(module, of_module)
     # The step of a module is called with the batch alone: what else comes first is no part of a batch.
-    check_refused(line, own, params, x, y)
+    with wrong:
+        own(params, x, y)
     check_refused("the split arguments have different numbers of rows", funcga.accumulate(own, 2), params, x, y)
     check_refused("the rows of a micro-batch are its weight", funcga.stream(own), params, [(x, y)])
     check_refused("`x` is of type Linear", funcga.accumulate(own, 2), module, x, y)
     check_refused("`x` is of type Linear", funcga.stream(own), module, [(x, y)])
-    check_refused(line, funcga.accumulate(torch_backend.module_value_and_grad(module, module), 2), x, y)
-    with pytest.raises(TypeError, match="takes 2 positional arguments but 3 were given"):
+    with wrong:
+        funcga.accumulate(torch_backend.module_value_and_grad(module, module), 2)(x, y)
+    with wrong:
         funcga.accumulate(funcga.value_and_grad(module), 2)(params, x)
     check_refused("Keyword arguments are passed whole", funcga.accumulate(own, 2), x=x, y=y)
 

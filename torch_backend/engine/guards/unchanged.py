@@ -28,7 +28,7 @@ def check(window: Any) -> None:
         )
     if own is not None and own.walk.trainable(own.module) is not own.params:
         raise other_parameters()
-    if visits is not None and not visits.parts.are_those_of(visits.loss.module):
+    if visits is not None and visits.loss.walk.through(visits.loss.module) is not visits.parts:
         raise other_parameters()
 
 
