@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypeVar
 
 from funcga import normalizers, reducers
 from funcga._backend import Backend
@@ -19,11 +19,8 @@ from funcga._replicas import Step, step_of
 from funcga._types import (
     Across,
     Array,
-    DropScope,
-    DropTest,
     GradFn,
     Scalar,
-    TotalsFn,
     Tree,
     WeightFn,
 )
@@ -31,18 +28,6 @@ from funcga.errors import FuncgaError, check_callable, check_count
 from funcga.folds import Fold, FoldTree
 
 Kept = TypeVar("Kept")
-
-
-class Options(TypedDict, total=False):
-    """The options that a step has with `observe=` and without it, for type checkers."""
-
-    fold: FoldTree
-    weight: WeightFn | None
-    in_axes: Tree
-    across: Across
-    totals: TotalsFn | None
-    drop: DropScope | None
-    drop_if: DropTest | None
 
 
 class KnownGradient:
@@ -132,7 +117,7 @@ class Program:
     prologue: Any = None
     epilogues: tuple[Callable[..., Tree], ...] = ()
     watch: Any = None  # of a tool: what it folds of each gradient, beside the value
-    dropping: Any = None
+    skip: Any = None  # of a tool: which micro-batches are left out, by their values
     on_each: Any = None  # of a plan: what runs a function on every device of a mesh
 
     is_exact: bool = False  # whether a fold reads bits, as reproducible() does

@@ -25,7 +25,7 @@ class Report(NamedTuple):
     unit: float = 0.0  # of the weighted sums; 0 if nothing was weighed
     last: float = False  # whether this replica needs no pass after the one that comes
     failed: float = False  # whether it has raised an error
-    rejected: float = 0  # micro-batches that are dropped, but for those that only the device counts
+    rejected: float = 0  # micro-batches that are left out, but for those that only a device counts
     updates: float = 0  # of the state of `multi_steps` that the window is in
     numbers: tuple[float, ...] = ()  # sums that need no collective of their own, ROOM at most
 

@@ -24,7 +24,6 @@ from funcga._backend import Backend
 from funcga._call import Program
 from funcga._call.arguments import Arguments
 from funcga._fold import LeafFold
-from funcga._tools import load
 from funcga._types import Across, Array, GradFn, Scalar, Tree
 from funcga.errors import FuncgaError
 from torch_backend import _private, arrays, graphs, trees
@@ -188,15 +187,15 @@ class OwnGrads(Window):
         """
         if self.sums is not None:
             return
-        known, dropping = self.plan.folding, self.program.dropping
+        known, skip = self.plan.folding, self.program.skip
         folding = bound.folding_of(self, loss, aux)
         reducers = [folding.outputs.folds[index] for index in folding.grads]
         if folding is not known:
             self._check([*zip(self.params, reducers, strict=True)])
         self.is_weighted = reducers[0].fold.reducer.linear  # type: ignore[union-attr]
         self.sums = Sums(folding)
-        if dropping is not None:
-            self.sums = load("dropping.in_torch", "drop=").DroppingSums(dropping, folding)
+        if skip is not None:
+            self.sums = skip.in_torch.SkippingSums(skip, folding)
         if self.wrapper.wrapped:
             beside = self.beside(loss, aux)
             for merge in self.merges:
@@ -242,7 +241,7 @@ class OwnGrads(Window):
         """Folds in what stands beside the gradients."""
         sums = self.sums
         assert sums is not None
-        loss_alone = sums.folding.loss_alone if self.program.dropping is None else None
+        loss_alone = sums.folding.loss_alone if self.program.skip is None else None
         if loss_alone is not None and loss.dtype is self.plan.loss_dtype:
             sums.add_loss(loss, loss_alone, weight, sums.share(weight) or 0.0)
             return
@@ -305,7 +304,7 @@ class ModuleWindow(OwnGrads):
         self.other_modules = gradient.other_modules
         # Whether what is beside the gradients is added after the backward pass, which tells what
         # that is.
-        self.adds_late = program.dropping is not None or program.watch is not None
+        self.adds_late = program.skip is not None or program.watch is not None
         self.is_stream = not (program.n or program.microbatch_size)
         self.has_begun = False  # whether a pass has
         self.is_last = False  # whether no replica has another; set before the backward pass
@@ -316,7 +315,7 @@ class ModuleWindow(OwnGrads):
         self.waiting = self.enter_context(ExitStack())
         if self.wrapper.sync != "every":
             self.waiting.enter_context(self.wrapper.waiting())
-        if self.program.dropping is not None:
+        if self.program.skip is not None:
             self.statistics_before = buffers_of(self.module)
         return self
 
@@ -496,20 +495,20 @@ class ModuleWindow(OwnGrads):
         replica.
         """
         sums: Any = self.sums
-        is_dropping = self.program.dropping is not None
+        may_skip = self.program.skip is not None
         with torch.no_grad():
             gradients = self.gradients()
-            if is_dropping:
+            if may_skip:
                 sums.look_at(local_tensors(gradients))
             # The wrapper has merged the gradients already, so they join the sums only after the
             # rest is merged.
             for merge in self.merges:
                 merge.merge()
-            if not (is_dropping or sums.steps):
+            if not (may_skip or sums.steps):
                 raise nothing_to_fold()
             self.put(gradients)
-            if is_dropping:
-                sums.put_back_if_dropped(self.statistics_before)
+            if may_skip:
+                sums.put_back_if_rejected(self.statistics_before)
             return sums.result()
 
 

@@ -182,7 +182,7 @@ def against_in_step(program: Program, gradient: GradientFunction) -> dict[str, o
         "replicas merge the sums": program.across is not None,
         "the loss may call collectives": dist.is_available() and dist.is_initialized(),
         "observers measure each gradient": program.watch is not None,
-        "a gradient may be dropped": program.dropping is not None,
+        "a gradient may be dropped": program.skip is not None,
         "the loss has aux": gradient.has_aux,
         "the loss is scaled": gradient.scaled,
         "the loss returns buffers": returns_state,

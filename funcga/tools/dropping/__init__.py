@@ -4,13 +4,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from funcga._accumulate import DropTest
 from funcga._backend import Arrays, Backend
 from funcga._call import Memory, Program
 from funcga._fold import LeafFold, as_number
 from funcga._fold.accumulator import Accumulation
 from funcga._fold.outputs import Outputs
 from funcga._tools import load
-from funcga._types import Array, DropTest, Scalar, Tree
+from funcga._types import Array, Scalar, Tree
 from funcga.errors import FuncgaError
 
 
@@ -89,7 +90,7 @@ def dropping(program: Program, drop: str | None, drop_if: DropTest | None) -> Pr
     program.memory.options["drop="] = repr(drop)
     if drop_if is not None:
         program.memory.options["drop_if="] = "given"
-    return replace(program, dropping=DroppingStep(drop, drop_if, part))
+    return replace(program, skip=DroppingStep(drop, drop_if, part))
 
 
 class Tested(NamedTuple):
@@ -108,6 +109,16 @@ class DroppingStep(Dropping):
     """
 
     part: Callable[[Tree], Tree]
+
+    @property
+    def in_torch(self) -> Any:
+        """What drops in torch."""
+        return load("dropping.in_torch", "drop=")
+
+    @property
+    def in_jax(self) -> Any:
+        """What drops in JAX."""
+        return load("dropping.in_jax", "drop=")
 
     def tested(self, outputs: Outputs) -> Tested:
         """The leaves to test in such outputs. Raises FuncgaError for a fold that cannot leave a

@@ -10,12 +10,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from funcga import monoids
+from funcga._accumulate import TotalsFn
 from funcga._backend import Backend
 from funcga._call import Memory, Program, owner_of
 from funcga._call.arguments import CARRY, read_arguments
 from funcga._fold import Tally
 from funcga._replicas import Step, step_of
-from funcga._types import Array, GradFn, Namespace, Reduced, Scalar, TotalsFn, Tree
+from funcga._types import Array, GradFn, Namespace, Reduced, Scalar, Tree
 from funcga.errors import FuncgaError, check_callable
 from funcga.folds import Fold, sum
 from funcga.monoids import Monoid
@@ -131,7 +132,7 @@ class _Counting:
             prologue=None,
             epilogues=(),
             watch=None,
-            dropping=None,
+            skip=None,
         )
 
 
