@@ -540,8 +540,8 @@ class Bound:
 
 
 def moved(items: Iterator[Args], device: object) -> Iterator[Args]:
-    """The items with their arrays on a device, or in a sharding. A copy runs while the last step
-    does.
+    """The items of a stream with their arrays on a device, each copied while the one before it is
+    computed with.
     """
     to = arrays.device(device)
 
