@@ -14,9 +14,9 @@ Example:
     Array([1.5, 2. ], dtype=float32)
 """
 
-import numbers
 import sys
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from funcga._backend import Arrays, Backend
 from funcga._backend.dispatch import backend_of
@@ -55,9 +55,12 @@ def batch_moments(statistics: Tree, count: Scalar) -> Tree:
     """
     backend = backend_of([statistics], lambda: ["statistics"])
     arrays = backend.arrays
-    _check_number(count, "count", "how many items a micro-batch has, at least 0", arrays)
+    if not arrays.is_array(count) and not 0 <= count <= sys.float_info.max:
+        raise FuncgaError(
+            f"count is {count!r}: it is how many items a micro-batch has, at least 0."
+        )
 
-    def stacked(path: str, mean: Array, variance: Array) -> Array:
+    def stacked(path: str, mean: Array, variance: Array, _: None) -> Array:
         mean, variance = _unboxed(mean, backend), _unboxed(variance, backend)
         dtype = arrays.accumulator_dtype(mean.dtype)
         mean, variance = arrays.cast(mean, dtype), arrays.cast(variance, dtype)
@@ -65,7 +68,7 @@ def batch_moments(statistics: Tree, count: Scalar) -> Tree:
         amount = arrays.cast(count, dtype) if arrays.is_array(count) else float(count)
         return arrays.xp.stack((arrays.xp.zeros_like(mean) + amount, mean, variance))
 
-    return _each_layer(stacked, "statistics", statistics)
+    return _each_layer(stacked, "statistics", statistics, None)
 
 
 def running_statistics(statistics: Tree, pooled: Tree, *, share: Scalar, unbiased: bool) -> Tree:
@@ -96,7 +99,8 @@ def running_statistics(statistics: Tree, pooled: Tree, *, share: Scalar, unbiase
     """
     backend = backend_of([statistics, pooled], lambda: ["statistics", "pooled"])
     arrays = backend.arrays
-    _check_number(share, "share", "the part of the new statistics, from 0 to 1", arrays, most=1)
+    if not arrays.is_array(share) and not 0 <= share <= 1:
+        raise FuncgaError(f"share is {share!r}: it is the part of the new statistics, from 0 to 1.")
 
     def updated(path: str, mean: Tree, variance: Tree, new: object) -> dict[str, Array]:
         mean, variance = _unboxed(mean, backend), _unboxed(variance, backend)
@@ -113,13 +117,12 @@ def checked(pooled: object, mean: Array, path: str, arrays: Arrays) -> Pooled:
     """The pooled statistics of a layer. Raises FuncgaError unless they have the shape of its
     running mean.
     """
-    if isinstance(pooled, Pooled):
-        if all(getattr(part, "shape", None) == mean.shape for part in pooled):
-            return pooled
-        pooled = pooled.mean
+    new: Any = pooled.mean if isinstance(pooled, Pooled) else pooled
+    if isinstance(pooled, Pooled) and new.shape == mean.shape:
+        return pooled
     raise FuncgaError(
         f"`{path}` is {arrays.describe(mean)}, and the pooled statistics for it are "
-        f"{arrays.describe(pooled)}. Give a Pooled of that shape: "
+        f"{arrays.describe(new)}. Give a Pooled of that shape: "
         "what fold=funcga.pooled() makes of the statistics of micro-batches."
     )
 
@@ -146,29 +149,19 @@ def update(
     return moved(mean, new_mean), moved(variance, new_variance)
 
 
-def _check_number(
-    number: Scalar, name: str, meaning: str, arrays: Arrays, most: float = sys.float_info.max
-) -> None:
-    # The value of an array is not waited for.
-    is_scalar = number.shape == () if arrays.is_array(number) else isinstance(number, numbers.Real)
-    if not is_scalar or not (arrays.is_array(number) or 0 <= number <= most):
-        shown = arrays.describe(number) if arrays.is_array(number) else repr(number)
-        raise FuncgaError(f"{name} is {shown}: it is {meaning}, a finite number or a 0-d array.")
-
-
 def _unboxed(node: Tree, backend: Backend) -> Tree:
     """The array in a node that holds a single one, such as a variable of nnx; all else as it is."""
     leaves = backend.trees.flatten(node)[0]
     return leaves[0] if len(leaves) == 1 else node
 
 
-def _each_layer(function: Callable[..., Tree], path: str, tree: Tree, *others: Tree) -> Tree:
-    """The nested dicts with `function` applied to each layer, {"mean", "var"}, and to what the
-    others have there.
+def _each_layer(function: Callable[..., Tree], path: str, tree: Tree, pooled: Tree) -> Tree:
+    """The nested dicts with `function` applied to each layer, {"mean", "var"}, and to what is
+    pooled there, if anything is.
     """
     # A layer is recognised by its two keys.
     if isinstance(tree, Mapping) and {*tree} == {"mean", "var"}:
-        result = function(path, tree["mean"], tree["var"], *others)
+        result = function(path, tree["mean"], tree["var"], pooled)
         return {key: result[key] for key in tree} if isinstance(result, dict) else result
     if not isinstance(tree, Mapping):
         raise FuncgaError(
@@ -177,15 +170,14 @@ def _each_layer(function: Callable[..., Tree], path: str, tree: Tree, *others: T
             f'which each layer is {{"mean": array, "var": array}}: the "batch_stats" of flax, or '
             "nnx.state(model, nnx.BatchStat) of its nnx."
         )
-    for other in others:
-        if not isinstance(other, Mapping) or {*other} != {*tree}:
-            keys = sorted(map(str, other)) if isinstance(other, Mapping) else type(other).__name__
-            raise FuncgaError(
-                f"`{path}` has {sorted(map(str, tree))}, and the pooled statistics have {keys} "
-                "there. Give those of the same layers."
-            )
+    pooled = dict.fromkeys(tree) if pooled is None else pooled
+    if pooled.keys() != {*tree}:
+        raise FuncgaError(
+            f"`{path}` has {[*tree]}, and the pooled statistics have {[*pooled]} there. Give those "
+            "of the same layers."
+        )
     replaced = {
-        key: _each_layer(function, f"{path}[{key!r}]", child, *(other[key] for other in others))
+        key: _each_layer(function, f"{path}[{key!r}]", child, pooled[key])
         for key, child in tree.items()
     }
     # For example flax's FrozenDict.

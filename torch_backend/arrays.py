@@ -1,11 +1,10 @@
 """The facts about tensors that the mathematics needs, and whose memory a tensor is in."""
 
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from itertools import pairwise
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from funcga._fold import Tally
 from funcga._types import Dtype, Scalar
-from funcga.errors import FuncgaError, no_derivative, no_device
+from funcga.errors import FuncgaError, no_derivative
 from torch_backend import _private
 from torch_backend.dtensor import (
     as_dtensor,
@@ -23,9 +22,7 @@ from torch_backend.dtensor import (
 
 xp = torch
 
-_IS_CPU, _DTYPE, _DEVICE, _NBYTES, _CDATA = map(
-    attrgetter, ("is_cpu", "dtype", "device", "nbytes", "_cdata")
-)
+_IS_CPU, _DTYPE, _NBYTES, _CDATA = map(operator.attrgetter, ("is_cpu", "dtype", "nbytes", "_cdata"))
 
 
 def owns(leaf: object) -> bool:
@@ -233,7 +230,7 @@ def divide(sums: list[torch.Tensor], total: float) -> None:
     # faster.
     divisor: Scalar = total
     kinds = {*zip(map(_IS_CPU, sums), map(_DTYPE, sums), strict=True)}
-    if kinds == {(True, torch.float32)} or kinds == {(True, torch.float64)}:
+    if kinds in ({(True, torch.float32)}, {(True, torch.float64)}):
         divisor = torch.full((), total, dtype=sums[0].dtype, device="cpu")
     torch._foreach_div_(sums, divisor)
 
@@ -244,20 +241,6 @@ def is_power_of_two(number: float) -> bool:
 
 
 # --- Memory ---------------------------------------------------------------------------------------
-
-
-def device(name: object) -> torch.device:
-    """The device of this name; FuncgaError, which says what there is, if there is none."""
-    try:
-        return torch.empty(0, device=name).device  # type: ignore[call-overload, no-any-return]
-    except (AssertionError, NotImplementedError, RuntimeError, TypeError) as error:
-        raise no_device(name, "torch", devices()) from error
-
-
-def devices() -> list[str]:
-    """The names of the devices that there are."""
-    accelerator = torch.accelerator.current_accelerator()
-    return ["cpu", *[f"{accelerator}:{index}" for index in range(torch.accelerator.device_count())]]
 
 
 def owned(array: torch.Tensor, others: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -290,50 +273,27 @@ def without_overlap(tensors: Sequence[torch.Tensor | None]) -> list[Any]:
 
     None stays None.
     """
-    separate: list[Any] = list(tensors)
-    if _are_apart(separate):
-        return separate
-    extents = sorted(
-        (*_extent(tensor), index) for index, tensor in enumerate(separate) if tensor is not None
-    )
+    separate: list[Any] = [*tensors]
+    present = [index for index, tensor in enumerate(separate) if tensor is not None]
+    extents = []
+    for index, shard in zip(present, local_tensors([separate[i] for i in present]), strict=True):
+        if shard.layout is not torch.strided or not shard.numel():
+            continue
+        start, nbytes = shard.data_ptr(), shard.nbytes
+        end = start + nbytes
+        if not shard.is_contiguous():
+            steps = map(operator.mul, [size - 1 for size in shard.shape], shard.stride())
+            end = start + (sum(steps) + 1) * shard.element_size()
+        extents.append((start, end, nbytes, index, shard.device))
     # In the order of addresses, each tensor must begin at or after the end of all earlier ones. If
     # the extent of one is shorter than the bytes of its elements, some of these share memory.
-    ends: dict[str, int] = {}
-    for device, start, end, nbytes, index in extents:
-        tensor = separate[index]
-        if tensor is not None and (start < ends.get(device, 0) or end - start < nbytes):
-            separate[index] = tensor.clone()
+    ends: dict[torch.device, int] = {}
+    for start, end, nbytes, index, device in sorted(extents):
+        if start < ends.get(device, 0) or end - start < nbytes:
+            separate[index] = separate[index].clone()
         else:
             ends[device] = end
     return separate
-
-
-def _are_apart(tensors: list[Any]) -> bool:
-    """Whether contiguous tensors are seen at once to have memory of their own, all of it on one
-    device.
-    """
-    # None is of another type, so that it comes first.
-    if {*map(type, tensors)} != {torch.Tensor} or len({*map(_DEVICE, tensors)}) > 1:
-        return False
-    if not all(map(torch.Tensor.is_contiguous, tensors)):
-        return False
-    spans = sorted(zip(map(torch.Tensor.data_ptr, tensors), map(_NBYTES, tensors), strict=True))
-    return all(start + nbytes <= following for (start, nbytes), (following, _) in pairwise(spans))
-
-
-def _extent(tensor: torch.Tensor) -> tuple[str, int, int, int]:
-    """The device of a tensor, the addresses of its memory from start to end, and the bytes of
-    its elements.
-    """
-    shard = local_tensors([tensor])[0]
-    if shard.layout is not torch.strided or not shard.numel():
-        return str(shard.device), 0, 0, 0
-    # The offset of the last element, in elements.
-    last = sum(
-        (size - 1) * stride for size, stride in zip(shard.shape, shard.stride(), strict=True)
-    )
-    start, width = shard.data_ptr(), shard.element_size()
-    return str(shard.device), start, start + (last + 1) * width, shard.numel() * width
 
 
 def represents_exactly(dtype: torch.dtype, number: float) -> bool:

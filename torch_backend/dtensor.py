@@ -58,8 +58,12 @@ class Spec:
         return self.strides
 
 
-def spec_of(tensor: Any) -> Spec:
-    """The Spec of a DTensor."""
+def spec_of(tensor: Any) -> Any:
+    """The Spec of a DTensor, None of another tensor; of a tuple, one of each."""
+    if isinstance(tensor, tuple):
+        return tuple(map(spec_of, tensor))
+    if not is_dtensor(tensor):
+        return None
     from torch.distributed.tensor import Partial, Replicate
 
     placements = tuple([Replicate() if isinstance(p, Partial) else p for p in tensor.placements])
@@ -103,10 +107,10 @@ def as_dtensor(local_tensor: Any, like: Any) -> Any:
 
 
 def ranks_with_other_shards(tensor: Any, ranks: Collection[int]) -> list[int]:
-    """The ranks, this process among them, that have different shards of a DTensor or Spec;
-    sorted, [] if none do.
+    """The ranks, this process among them, that have different shards of a DTensor; sorted, [] if
+    none do, as of any other tensor.
     """
-    for mesh_dim, placement in enumerate(tensor.placements):
+    for mesh_dim, placement in enumerate(tensor.placements if is_dtensor(tensor) else ()):
         along_dim = {*ranks} & {
             *dist.get_process_group_ranks(tensor.device_mesh.get_group(mesh_dim))
         }
@@ -123,15 +127,14 @@ def summed_over_shards(
     """Sums over the shards of DTensors, of what each process has computed of its own, [m]; one
     reduction a mesh.
     """
-    sums = [*numbers]
-    by_groups: dict[tuple[Any, ...], list[int]] = {}
+    sums, alike = [*numbers], dict[tuple[Any, ...], list[int]]()
     for index, tensor in enumerate(tensors):
-        placements = enumerate(tensor.placements) if is_dtensor(tensor) else ()
+        placements = enumerate(tensor.placements if is_dtensor(tensor) else ())
         dims = [dim for dim, placement in placements if not placement.is_replicate()]
         groups = tuple([tensor.device_mesh.get_group(dim) for dim in dims])
-        by_groups.setdefault(groups, []).append(index)
-    by_groups.pop((), None)
-    for groups, indices in by_groups.items():
+        if groups:
+            alike.setdefault(groups, []).append(index)
+    for groups, indices in alike.items():
         together = torch.stack([numbers[index] for index in indices])
         for group in groups:
             dist.all_reduce(together, group=group)
@@ -154,19 +157,17 @@ def devices_of_rows(arguments: Arguments) -> int:
     """Over how many devices the rows of all split arguments are cut, in equal parts; 1 if they
     are cut differently.
     """
-    cuts = {
-        _cut(leaf, axis) for leaf, axis in arguments if isinstance(axis, int) and leaf is not None
-    }
-    return cuts.pop()[2] if len(cuts) == 1 else 1
-
-
-def _cut(leaf: Any, axis: int) -> tuple[Any, tuple[int, ...], int]:
-    """(mesh, its dimensions along which rows are cut, number of equal parts); one part of any other
-    tensor.
-    """
-    if not is_dtensor(leaf):
-        return None, (), 1
-    placements = enumerate(leaf.placements)
-    dims = tuple([dim for dim, placement in placements if placement.is_shard(axis % leaf.ndim)])
-    count = prod([leaf.device_mesh.size(dim) for dim in dims])
-    return (leaf.device_mesh, dims, 1 if leaf.shape[axis] % count else count)
+    count, cuts = 1, set()
+    for leaf, axis in arguments:
+        if not isinstance(axis, int) or leaf is None:
+            continue
+        if not is_dtensor(leaf):
+            return 1
+        mesh, placements = leaf.device_mesh, enumerate(leaf.placements)
+        axis %= leaf.ndim
+        dims = tuple([dim for dim, placement in placements if placement.is_shard(axis)])
+        cuts.add((mesh, dims))
+        count = prod([mesh.size(dim) for dim in dims])
+        if len(cuts) > 1 or leaf.shape[axis] % count:
+            return 1
+    return count

@@ -55,19 +55,23 @@ class Reached(NamedTuple):
     custom: bool
 
 
+def nodes_of(root: Node) -> list[Node]:
+    """The nodes of a graph, breadth first."""
+    nodes, seen = [root], {None, root}
+    for node in nodes:  # the list grows while it is walked through
+        for after, _ in node.next_functions:
+            if after not in seen:
+                seen.add(after)
+                nodes.append(after)  # type: ignore[arg-type]
+    return nodes
+
+
 def reach(loss: torch.Tensor, own_ids: Collection[int]) -> Reached:
     """What the graph of a loss leads to; `own_ids` are the ids of the window's leaves."""
     if loss.grad_fn is None:  # a leaf itself, or a constant
         is_own = id(loss) in own_ids
         return Reached(is_own, [loss] if loss.requires_grad and not is_own else [], False)
-    # Breadth first: the list grows while it is walked through.
-    nodes: list[Node] = [loss.grad_fn]
-    seen: set[Node | None] = {None, *nodes}
-    for node in nodes:
-        for after, _ in node.next_functions:
-            if after not in seen:
-                seen.add(after)
-                nodes.append(after)  # type: ignore[arg-type]
+    nodes = nodes_of(loss.grad_fn)
     leaves = [node.variable for node in nodes if type(node) is AccumulateGrad]  # type: ignore[attr-defined]
     foreign = [leaf for leaf in leaves if id(leaf) not in own_ids]
     kinds = {*map(type, nodes)}

@@ -35,7 +35,6 @@ from torch_backend.modules.checks import check_not_wrapped, modules_in
 from torch_backend.modules.layers import Walk
 from torch_backend.prefetch import moved as moved
 from torch_backend.reduce import reductions_of
-from torch_backend.reduce.agreement import progress_of
 from torch_backend.reduce.telling import telling as telling_windows
 from torch_backend.replicas import are_processes
 from torch_backend.wrapped.gradient import ModuleGradient
@@ -451,7 +450,7 @@ def telling(programs: Sequence[Program], backend: Backend) -> AbstractContextMan
     if program.prologue is not None:
         programs = [program.prologue.program(program, backend), *programs]
     context: AbstractContextManager[object] = untraced(telling_windows)(
-        [(progress_of(each.memory), partial(_given_up, each, backend)) for each in programs]
+        [(each.memory, partial(_given_up, each, backend)) for each in programs]
     )
     return context
 
@@ -463,6 +462,5 @@ def _given_up(program: Program, backend: Backend) -> AbstractContextManager[obje
         wrapped: Any = grad_fn
         stack.enter_context(wrapped.window(program, backend, Arguments((), grad_fn, backend)))
     elif program.across is not None:
-        for merge in reductions_of(program, backend):
-            stack.enter_context(merge)
+        reductions_of(program, backend)
     return stack

@@ -56,8 +56,7 @@ def added(params: Tree, updates: Tree, state: Tree, donate: bool) -> Tree:
         return apply_updates(params, updates)
     leaves, structure = trees.flatten(apart(params, state))
     with torch.no_grad():
-        sums = _sums(leaves, params, updates)
-        return trees.unflatten(structure, [*map(_written, leaves, sums)])
+        return trees.unflatten(structure, _sums(leaves, params, updates, in_place=True))
 
 
 def narrowed(wide: Tree, params: Tree, donate: bool) -> Tree:
@@ -68,13 +67,8 @@ def narrowed(wide: Tree, params: Tree, donate: bool) -> Tree:
     narrow = matched(wide, params, "params")
     for index, (leaf, updated) in enumerate(zip(leaves, narrow, strict=True)):
         if isinstance(leaf, torch.Tensor) and updated.dtype != leaf.dtype:
-            narrow[index] = _written(leaf, updated) if donate else updated.to(leaf.dtype)
+            narrow[index] = leaf.detach().copy_(updated) if donate else updated.to(leaf.dtype)
     return trees.unflatten(structure, narrow)
-
-
-def _written(leaf: Array, updated: Array) -> Array:
-    """The parameter, in no graph, with the numbers of another tensor."""
-    return leaf.detach().copy_(updated) if isinstance(leaf, torch.Tensor) else leaf
 
 
 def apart(params: Tree, other: Tree) -> Tree:
@@ -82,13 +76,13 @@ def apart(params: Tree, other: Tree) -> Tree:
     tensor elsewhere.
     """
     leaves, structure = trees.flatten(params)
-    others = {*storages(other)}
+    others = storages(other)
     separate = without_overlap(
         [leaf.detach() if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
     )
-    for index, (leaf, tensor) in enumerate(zip(leaves, separate, strict=True)):
+    for index, tensor in enumerate(separate):
         if tensor is None:
-            separate[index] = leaf
+            separate[index] = leaves[index]
         elif not others.isdisjoint(storages(tensor)):
             separate[index] = tensor.clone()
     return trees.unflatten(structure, separate)
@@ -96,8 +90,7 @@ def apart(params: Tree, other: Tree) -> Tree:
 
 def storages(tree: Tree) -> set[int]:
     """The addresses of the memory of the dense tensors in a tree."""
-    addresses = set()
-    nodes = [tree]
+    addresses, nodes = set(), [tree]
     while nodes:
         node = nodes.pop()
         # The usual containers are walked here, which is much faster than flattening them.
@@ -106,7 +99,7 @@ def storages(tree: Tree) -> set[int]:
         elif isinstance(node, tuple | list):
             nodes += node
         elif isinstance(node, torch.Tensor):
-            shard: torch.Tensor = node if type(node) is torch.Tensor else local(node)
+            shard = local(node)
             if shard.layout is torch.strided:
                 addresses.add(shard.untyped_storage().data_ptr())
         elif node is not None and trees.children(node) is not None:
@@ -114,11 +107,14 @@ def storages(tree: Tree) -> set[int]:
     return addresses
 
 
-def _sums(leaves: list[Array], params: Tree, updates: Tree) -> list[Array]:
+PLAIN, _DTYPE = {torch.Tensor, nn.Parameter}, operator.attrgetter("dtype")
+
+
+def _sums(leaves: list[Array], params: Tree, updates: Tree, in_place: bool = False) -> list[Array]:
     """Each leaf of the params plus its update. Raises FuncgaError for one that would be
     broadcast.
     """
-    additions = matched(updates, params, "updates")
+    sums, additions = [*leaves], matched(updates, params, "updates")
     for index, (leaf, update) in enumerate(zip(leaves, additions, strict=True)):
         is_tensor = isinstance(leaf, torch.Tensor) and isinstance(update, torch.Tensor)
         if update is not None and not (is_tensor and leaf.shape == update.shape):
@@ -130,19 +126,18 @@ def _sums(leaves: list[Array], params: Tree, updates: Tree) -> list[Array]:
             )
     is_plain = bool(leaves) and {*map(type, leaves), *map(type, additions)} <= PLAIN
     if is_plain and [*map(_DTYPE, leaves)] == [*map(_DTYPE, additions)]:
-        return list(torch._foreach_add(leaves, additions))  # one launch, where there are any
-    return [*map(_sum, leaves, additions)]
-
-
-PLAIN, _DTYPE = {torch.Tensor, nn.Parameter}, operator.attrgetter("dtype")
-
-
-def _sum(leaf: Array, update: torch.Tensor | None) -> Array:
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    if update is None:
-        return leaf.clone()
-    return (leaf + without_partials(update, leaf)).to(leaf.dtype)
+        # One launch, where there are any.
+        if not in_place:
+            return [*torch._foreach_add(leaves, additions)]
+        torch._foreach_add_(leaves, additions)
+        return leaves
+    for index, (leaf, update) in enumerate(zip(leaves, additions, strict=True)):
+        if update is not None:
+            more = without_partials(update, leaf)
+            sums[index] = leaf.add_(more) if in_place else (leaf + more).to(leaf.dtype)
+        elif isinstance(leaf, torch.Tensor) and not in_place:
+            sums[index] = leaf.clone()
+    return sums
 
 
 def assign_grads(params: Tree, grads: Tree) -> None:
@@ -238,10 +233,8 @@ def matched(tree: Tree, like: Tree, name: str, like_name: str = "params") -> lis
     the paths, for a key that only one of the two has.
     """
     # Parameters are usually a dict of tensors, which is matched much faster than a tree.
-    is_flat = type(like) is dict and all(
-        issubclass(kind, torch.Tensor) for kind in {*map(type, like.values())}
-    )
-    if is_flat and type(tree) is dict and like.keys() == tree.keys():
+    is_flat = type(like) is type(tree) is dict and {*map(type, like.values())} <= PLAIN
+    if is_flat and like.keys() == tree.keys():
         return [tree[key] for key in like]
     try:
         return subtrees(tree, like, trees)

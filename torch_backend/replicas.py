@@ -6,8 +6,6 @@ of the user's, with gloo, which needs no device: numbers on the host never wait 
 """
 
 import atexit
-import ctypes
-import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -70,16 +68,6 @@ class Replicas:
         """The global ranks of the replicas, in their order."""
         return dist.get_process_group_ranks(self.group)
 
-    @property
-    def count(self) -> int:
-        """How many replicas there are."""
-        return dist.get_world_size(self.group)
-
-    @property
-    def rank(self) -> int:
-        """Which of the replicas this process is."""
-        return dist.get_rank(self.group)
-
 
 def _group(across: Any) -> dist.ProcessGroup:
     if not dist.is_available() or not dist.is_initialized():
@@ -114,14 +102,13 @@ def replicas_of(across: Any) -> Replicas:
 
 def are_processes(across: Any) -> bool:
     """Whether `across=` names processes of torch, and not axes of a mesh of JAX."""
-    return isinstance(across, Replicas | InTurn | dist.ProcessGroup | DeviceMesh | int)
+    return isinstance(across, Replicas | dist.ProcessGroup | DeviceMesh | int)
 
 
 def summed(number: Scalar, accumulators: Sequence[Reduced], replicas: Replicas) -> Scalar:
     """The sum of a scalar over the replicas, which have these accumulators."""
     devices = [total.device for total in accumulators if isinstance(total, torch.Tensor)]
-    device = devices[0] if devices else torch.device("cpu")
-    total = torch.as_tensor(number, dtype=torch.float64, device=device)
+    total = torch.zeros((), dtype=torch.float64, device=next(iter(devices), "cpu")) + number
     dist.all_reduce(total, group=replicas.group)
     return arrays.scalar(total)
 
@@ -134,24 +121,20 @@ class Channel:
 
     def __init__(self, group: dist.ProcessGroup):
         # Without a reference: a channel ends with the user's group.
-        self.of, self.rank, self.count = ref(group), group.rank(), group.size()
+        self.of: Any = ref(group)
+        self.rank, self.count = group.rank(), group.size()
 
     @cached_property
     def group(self) -> dist.ProcessGroup:
         """The group. Making it is a collective, so all processes must first ask together."""
-        return _private.group_of_our_own(self._users())
+        return _private.group_of_our_own(self.of())
 
-    def _users(self) -> dist.ProcessGroup:
-        group = self.of()
-        assert group is not None
-        return group
-
-    def carrier(self, device: torch.device) -> dist.ProcessGroup:
+    def carrier(self, device: torch.device) -> Any:
         """The group that arrays on this device travel over: funcga's own on the CPU, the user's
         elsewhere.
         """
         # A second communicator of NCCL would take some 100 MB of each device.
-        return self.group if device.type == "cpu" else self._users()
+        return self.group if device.type == "cpu" else self.of()
 
     def owe(self, send: Callable[[], None]) -> None:
         """Sends this before anything new. An error may end a first window before the group is
@@ -165,38 +148,21 @@ class Channel:
         """
         while _OWED:
             channel, send = _OWED.pop(0)
-            if channel is self:
+            with suppress(KeyError, RuntimeError, ValueError):
+                dist.get_process_group_ranks(channel.of())  # fails if the user's was destroyed
                 send()
-            elif channel.is_open:
-                with suppress(RuntimeError, ValueError):
-                    send()
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the user's group has not been destroyed."""
-        try:
-            dist.get_process_group_ranks(self.of())
-        except (KeyError, ValueError):
-            return False
-        return True
 
     def exchange(self, mine: list[float]) -> Callable[[], list[list[float]]]:
         """Begins to tell all processes these numbers, as many as they tell; returns what waits
-        for those of each.
+        for those of each, in their order.
         """
-        received = self._all_gather(torch.tensor(mine, dtype=torch.float64, device="cpu"))
-        return lambda: received().tolist()
+        numbers = torch.tensor(mine, dtype=torch.float64, device="cpu")
+        rows = numbers.new_zeros(self.count, len(mine))
+        work = self.group.allgather([[*rows]], [numbers])
 
-    def _all_gather(self, mine: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Begins to tell all processes a tensor, which has one shape everywhere; returns what waits
-        for those of all, in their order.
-        """
-        rows = mine.new_zeros(self.count, *mine.shape)
-        work = self.group.allgather([[*rows]], [mine])
-
-        def received() -> torch.Tensor:
+        def received() -> list[list[float]]:
             work.wait()
-            return rows
+            return rows.tolist()
 
         return received
 
@@ -208,32 +174,15 @@ class Channel:
 
     def all_gather(self, mine: object) -> list[Any]:
         """What each replica says, in their order: any objects that can be pickled."""
-        # The lengths are sent first: an all_gather takes tensors of one shape, so the data is
-        # padded to the longest.
-        data = _pickled(mine)
-        lengths = self._all_gather(torch.tensor(data.numel(), device="cpu"))().tolist()
-        padded = data.new_zeros(max(lengths))
-        padded[: data.numel()] = data
-        rows = self._all_gather(padded)()
-        return [_unpickled(row[:length]) for row, length in zip(rows, lengths, strict=True)]
+        said = [None] * self.count
+        dist.all_gather_object(said, mine, group=self.group)
+        return said
 
     def broadcast_from(self, source: int, mine: object) -> Any:
         """What one replica says: any object that can be pickled."""
-        data = _pickled(mine)
-        length = torch.tensor([data.numel()], device="cpu")
-        self.group.broadcast(length, source).wait()
-        if self.rank != source:
-            data = data.new_zeros(int(length))
-        self.group.broadcast(data, source).wait()
-        return _unpickled(data)
-
-
-def _pickled(value: object) -> torch.Tensor:
-    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-
-
-def _unpickled(data: torch.Tensor) -> Any:
-    return pickle.loads(ctypes.string_at(data.data_ptr(), data.numel()))
+        said = [mine]
+        dist.broadcast_object_list(said, group=self.group, group_src=source)
+        return said[0]
 
 
 # What windows that an error has ended here still have to send, in order.
@@ -309,12 +258,7 @@ def as_bytes(array: torch.Tensor) -> torch.Tensor:
     return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
 
 
-def check_alike(
-    descriptions: Sequence[dict[str, str] | None],
-    problem: str,
-    remedy: str = "They are merged leaf by leaf: build the model, the batch and the fold alike on "
-    "every rank.",
-) -> None:
+def check_alike(descriptions: Sequence[dict[str, str] | None], problem: str, remedy: str) -> None:
     """Raises FuncgaError if two replicas describe the same path differently.
 
     Each replica has a description for every path, or None if it has nothing to say. `problem` goes

@@ -6,14 +6,13 @@ alike.
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from functools import partial
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
 from funcga._call import Memory
-from funcga._fold import LeafFold, Tally, largest
+from funcga._fold import Tally, largest
 from funcga._fold.accumulator import Accumulation
 from funcga._transform.window import Window
 from funcga._types import Array, Reduced, Scalar
@@ -25,14 +24,11 @@ from torch_backend.dtensor import as_dtensor, local_tensors
 from torch_backend.loop import untraced
 from torch_backend.parameters import PLAIN
 from torch_backend.reduce import Reduction
-from torch_backend.reduce.agreement import progress_of
 from torch_backend.reduce.telling import telling as telling_windows
 from torch_backend.replicas import Replicas, are_processes, replicas_of
 from torch_backend.sums import Folding, Sums
 
 # -- sums
-
-_HALVES = (torch.bfloat16, torch.float16)
 
 
 def add(
@@ -42,86 +38,67 @@ def add(
 
     Those that are equally weighted are added in one kernel.
     """
-    after, pure = dict(enumerate(window.accumulators)), arrays.in_transform()
+    after, pure = [*window.accumulators], arrays.in_transform()
     steps = arrays.scalar(window.tally.steps)
     is_first = isinstance(steps, int) and steps == 1
-    masks: dict[Any, tuple[torch.Tensor, ...]] = {}
-    groups: dict[float, list[int]] = {}  # sums of dense tensors, by the factor of what is added
+    groups: dict[Scalar, list[int]] = {}  # sums of dense tensors, by the factor of what is added
     with torch.set_grad_enabled(pure and torch.is_grad_enabled()):
         for index, (fold, value) in enumerate(zip(window.outputs.folds, leaves, strict=True)):
             if fold is None:
                 continue
-            total, factor = after[index], 1 if fold.adds == "plain" else weights[index]
+            total, weight = after[index], weights[index]
             # Torch adds to the sum where both are dense, and the sum has as many bits.
             is_added = fold.adds and not pure and type(value) is type(total) is torch.Tensor
-            is_half = is_added and value.dtype in _HALVES and total.is_floating_point()
-            fits = is_added and (value.dtype is total.dtype or is_half)
-            if not fits or value.layout is not torch.strided:
-                after[index] = _combined(fold, total, value, weights[index], pure)
-            elif isinstance(factor, torch.Tensor):
-                after[index] = _masked_sum(total, value, factor, masks, donate)
+            if (
+                is_added
+                and value.layout is torch.strided
+                and torch.promote_types(value.dtype, total.dtype) is total.dtype
+            ):
+                groups.setdefault(1 if fold.adds == "plain" else weight, []).append(index)
+                continue
+            value = value if pure else value.detach()
+            combined = fold.combine(total, fold.lift(value, weight))
+            # A monoid of the user's may return its argument, whose memory belongs to grad_fn.
+            after[index] = combined.clone() if combined is value else combined
+        for factor, group in groups.items():
+            before, values = [after[index] for index in group], [leaves[index] for index in group]
+            if isinstance(factor, torch.Tensor):
+                values, factor = _weighed(values, before, factor), 1
+            added: Sequence[Any] = before
+            if not factor:  # adds nothing, not even a NaN
+                added = [*map(torch.zeros_like, before)] if is_first else before
+            elif is_first and not before[0].is_cpu and _dtypes(values) == _dtypes(before):
+                # On a device it is one kernel, where adding to zeros without memory is one for
+                # each.
+                added = torch._foreach_mul(values, factor)
+            elif donate:
+                torch._foreach_add_(before, values, alpha=factor)
             else:
-                groups.setdefault(factor, []).append(index)
-        _add_groups(after, leaves, groups, is_first, donate)
-    return [*after.values()]
-
-
-def _combined(
-    fold: LeafFold, total: Reduced, value: torch.Tensor, weight: Scalar, pure: bool
-) -> Reduced:
-    """The accumulator of a leaf that torch does not add to; in no graph unless `pure`."""
-    value = value if pure else value.detach()
-    combined = fold.combine(total, fold.lift(value, weight))
-    # A monoid of the user's may return its argument, whose memory belongs to grad_fn.
-    return combined.clone() if combined is value else combined
+                added = torch._foreach_add(before, values, alpha=factor)
+            for index, total in zip(group, added, strict=True):
+                after[index] = total
+    return after
 
 
 def _dtypes(tensors: Sequence[torch.Tensor]) -> list[torch.dtype]:
     return [tensor.dtype for tensor in tensors]
 
 
-def _add_groups(
-    sums: dict[int, Any],
-    leaves: Sequence[torch.Tensor],
-    groups: dict[float, list[int]],
-    is_first: bool,
-    donate: bool,
-) -> None:
-    """Adds factor * leaf to the sum of each leaf in a group; in their memory if `donate`."""
-    for factor, group in groups.items():
-        before, values = [sums[index] for index in group], [leaves[index] for index in group]
-        after: Sequence[Any]
-        if not factor:  # adds nothing, not even a NaN
-            after = [*map(torch.zeros_like, before)] if is_first else before
-        elif is_first and not before[0].is_cpu and _dtypes(values) == _dtypes(before):
-            # On a device it is one kernel, where adding to zeros without memory is one for each.
-            after = torch._foreach_mul(values, factor)
-        elif donate:
-            torch._foreach_add_(before, values, alpha=factor)
-            continue
-        else:
-            after = torch._foreach_add(before, values, alpha=factor)
-        sums.update(zip(group, after, strict=True))
-
-
-def _masked_sum(
-    total: torch.Tensor,
-    value: torch.Tensor,
-    weight: torch.Tensor,
-    masks: dict[Any, tuple[torch.Tensor, ...]],
-    donate: bool,
-) -> torch.Tensor:
-    """A sum with weight * value added, for a weight on a device. `masks`: what is made of the
-    weight for each device and dtype.
-    """
-    kind = value.device, total.dtype
-    if kind not in masks:
-        factor = weight.to(*kind)
-        masks[kind] = factor, factor != 0, torch.zeros_like(factor)
-    factor, counts, zero = masks[kind]
-    # `where` selects: of a weight of 0 not even a NaN is added.
-    more = torch.where(counts, value.to(total.dtype), zero)
-    return total.addcmul_(more, factor) if donate else total.add(more.mul_(factor))
+def _weighed(
+    values: Sequence[torch.Tensor], sums: Sequence[torch.Tensor], weight: torch.Tensor
+) -> list[torch.Tensor]:
+    """The values times a weight on a device, in the dtypes of their sums."""
+    factors: dict[object, tuple[torch.Tensor, ...]] = {}
+    products: list[torch.Tensor] = []
+    for value, total in zip(values, sums, strict=True):
+        kind = value.device, total.dtype
+        if kind not in factors:
+            factor = weight.to(*kind)
+            factors[kind] = factor, factor != 0, torch.zeros_like(factor)
+        factor, counts, zero = factors[kind]
+        # `where` selects: of a weight of 0 not even a NaN is added.
+        products.append(torch.where(counts, value.to(total.dtype) * factor, zero))
+    return products
 
 
 def detached(leaves: Sequence[Array]) -> list[Array]:
@@ -135,19 +112,15 @@ def finish(window: Accumulation, tallies: Sequence[Tally], donate: bool) -> list
     """The leaves of a window, each normalised by its tally; in memory of their own, or in that of
     donated sums.
     """
-    folds, accumulators = window.outputs.folds, window.accumulators
-    pure = arrays.in_transform()
-    finished: list[Reduced] = [None] * len(folds)
+    finished, pure = [*window.accumulators], arrays.in_transform()
     # Where the host knows the total weight, all means are divided in one kernel. The others are
     # normalised one by one.
     groups: dict[float, list[int]] = {}
     with torch.set_grad_enabled(pure and torch.is_grad_enabled()):
-        for index, (fold, reduced, tally) in enumerate(
-            zip(folds, accumulators, tallies, strict=True)
-        ):
+        for index, (fold, tally) in enumerate(zip(window.outputs.folds, tallies, strict=True)):
             if fold is None:
                 continue
-            total = tally.weight[0]
+            reduced, total = finished[index], tally.weight[0]
             is_divided = fold.fold.normalizer.divides_by == "weight" and isinstance(total, float)
             is_same = type(reduced) is torch.Tensor and reduced.dtype is fold.result_dtype
             if is_divided and is_same and not pure:
@@ -155,13 +128,13 @@ def finish(window: Accumulation, tallies: Sequence[Tally], donate: bool) -> list
             else:
                 finished[index] = fold.result(reduced, tally)
         for total, group in groups.items():
-            quotients = [accumulators[index] for index in group]
+            quotients: Any = [finished[index] for index in group]
             if not total:  # nothing was folded, or nothing that counts
                 quotients = [*map(torch.zeros_like, quotients)]
             elif donate:
                 arrays.divide(quotients, total)
             else:
-                quotients = [*torch._foreach_div(quotients, total)]
+                quotients = torch._foreach_div(quotients, total)
             for index, quotient in zip(group, quotients, strict=True):
                 finished[index] = quotient
     return finished
@@ -170,21 +143,19 @@ def finish(window: Accumulation, tallies: Sequence[Tally], donate: bool) -> list
 def scaled(leaves: Sequence[Array], factor: Scalar, donate: bool) -> list[Array]:
     """The leaves times a factor; in the same memory if that is donated."""
     pure = arrays.in_transform()
+    donate = donate and not pure
     with torch.set_grad_enabled(pure and torch.is_grad_enabled()):
-        donate = donate and not pure
         # In place an element that two leaves share would be multiplied twice.
         separate = without_overlap(leaves) if donate else [*leaves]
-        multiplicands = local_tensors([leaf for leaf in separate if leaf is not None])
-        if not multiplicands:
-            return separate
+        shards = local_tensors([leaf for leaf in separate if leaf is not None])
+        products: Sequence[Any] = shards
         if isinstance(factor, torch.Tensor):  # of the device of each leaf, and under vmap
             multiply = torch.Tensor.mul_ if donate else torch.mul
-            factors = [arrays.cast(factor, leaf.dtype, leaf) for leaf in multiplicands]
-            products = [*map(multiply, multiplicands, factors)]
-        elif donate:
-            torch._foreach_mul_(multiplicands, factor)
-        else:
-            products = [*torch._foreach_mul(multiplicands, factor)]
+            products = [multiply(leaf, arrays.cast(factor, leaf.dtype, leaf)) for leaf in shards]
+        elif donate and shards:
+            torch._foreach_mul_(shards, factor)
+        elif shards:
+            products = torch._foreach_mul(shards, factor)
         if donate:
             return separate
         rest = iter(products)
@@ -195,13 +166,12 @@ def emptied(window: Accumulation) -> list[Reduced]:
     """The accumulators of an empty window like this one."""
     # Sums take no memory before their first value.
     shared: dict[Any, torch.Tensor] | None = None if arrays.in_transform() else {}
-    empty: list[Reduced] = []
-    for fold, reduced in zip(window.outputs.folds, window.accumulators, strict=True):
-        if fold is not None and fold.adds and type(reduced) is torch.Tensor:
-            empty.append(zeros_of(shared, reduced, reduced.dtype))
-        else:
-            identity = None if fold is None else fold.fold.reducer.monoid.identity(torch, reduced)
-            empty.append(identity)
+    empty = [*window.accumulators]
+    for index, fold in enumerate(window.outputs.folds):
+        if fold is not None and fold.adds and type(empty[index]) is torch.Tensor:
+            empty[index] = zeros_of(shared, empty[index], empty[index].dtype)
+        elif fold is not None:
+            empty[index] = fold.fold.reducer.monoid.identity(torch, empty[index])
     return empty
 
 
@@ -216,8 +186,6 @@ def zeros_of(
         if kind not in shared:
             shared[kind] = torch.zeros((), dtype=dtype, device=like.device)
         return shared[kind].expand(like.shape)
-    if like.layout is not torch.strided:
-        return torch.zeros(like.shape, dtype=dtype, device=like.device)
     return torch.zeros_like(like, dtype=dtype, requires_grad=False)
 
 
@@ -239,9 +207,8 @@ def telling(across: Any, memory: Memory) -> AbstractContextManager[object] | Non
     """
     if not are_processes(across):
         return None
-    progress = progress_of(memory)
-    begin = lambda: Reduction(progress, replicas_of(across))
-    context: AbstractContextManager[object] = untraced(telling_windows)([(progress, begin)])
+    begin = lambda: nullcontext(Reduction(memory, replicas_of(across)))
+    context: AbstractContextManager[object] = untraced(telling_windows)([(memory, begin)])
     return context
 
 
@@ -251,7 +218,7 @@ def merged(
     """The window merged over all replicas, whose states have made so many `updates`; in the same
     memory if that is donated.
     """
-    reduction = Reduction(progress_of(memory), replicas)
+    reduction = Reduction(memory, replicas)
     reduction.updates = arrays.scalar(updates)
     if memory.failed:
         # The others have made the last update, and this replica has not: its header says so.
@@ -262,20 +229,18 @@ def merged(
         fold.adds == "weighted" and not fold.is_mean for fold in window.outputs.reduced_folds
     ):
         window = window.in_unit(1.0)
-    total, unit, steps = window.total, arrays.scalar(window.unit), arrays.scalar(window.tally.steps)
     # The merge of a window of one call does the rest, in place: these accumulators become its sums.
     sums = Sums(Folding(window.outputs))
-    is_empty = isinstance(steps, int) and not steps
-    own = donate and not is_empty
-    copied = partial(pytree.tree_map_only, torch.Tensor, torch.clone)
-    accumulators = [*window.accumulators]
-    sums.of.update(enumerate(accumulators if own else copied(accumulators)))
-    sums.total, sums.steps, sums.rejected = total, steps, arrays.scalar(window.rejected)
-    sums.unit = None if is_empty else unit
-    if isinstance(total, torch.Tensor) or isinstance(steps, torch.Tensor):
-        sums.total = sum(limb.to(torch.float64) for limb in window.tally.weight)
-        sums.steps = window.tally.steps
-    reduction.propose(sums, [*map(largest, sums.of.values())])
+    sums.total = arrays.scalar(sum([limb.to(torch.float64) for limb in window.tally.weight]))
+    sums.steps, sums.rejected = map(arrays.scalar, (window.tally.steps, window.rejected))
+    has_any = isinstance(sums.steps, torch.Tensor) or sums.steps > 0
+    sums.unit = arrays.scalar(window.unit) if has_any else None
+    accumulators = window.accumulators
+    if not (donate and has_any):
+        accumulators = pytree.tree_map_only(torch.Tensor, torch.clone, [*accumulators])
+    sums.of.update(enumerate(accumulators))
+    reduction.propose(sums, [*map(largest, accumulators)])
+    del accumulators
     reduction.merge()
     return Accumulation(
         window.outputs, [*sums.of.values()], sums.tally, sums.unit or 1.0, sums.rejected
@@ -291,12 +256,12 @@ def own_parts(windows: Sequence[Window], replicas: Replicas | None) -> list[Wind
     if replicas is None:
         return _parts_of_all(windows)
     [window] = windows
-    mark = _part(window)
-    if mark not in (_WHOLE, (replicas.rank, replicas.count)):
+    mark, own = _part(window), (replicas.channel.rank, replicas.channel.count)
+    if mark not in (_WHOLE, own):
         raise _incomplete([mark])
     # The first replica goes on from the window of all; an empty one is the same for everybody.
     is_empty = not (int(window.tally.steps) or int(window.rejected))
-    return [] if mark == _WHOLE and replicas.rank > 0 and not is_empty else [window]
+    return [window] if mark == own or own[0] == 0 or is_empty else []
 
 
 def _parts_of_all(windows: Sequence[Window]) -> list[Window]:
@@ -310,15 +275,16 @@ def _parts_of_all(windows: Sequence[Window]) -> list[Window]:
             "is a window of its own. Pass across= on every replica; or save one state, "
             "tx.merge([state])."
         )
-    parts = {mark: window for mark, window in zip(marks, windows, strict=True) if mark != _WHOLE}
+    parts = dict(zip(marks, windows, strict=True))
     # A replica that has added nothing to the window still has what all began with. The first goes
     # on from that, so it is counted once, unless the part of the first has it.
-    began_with = [window for mark, window in zip(marks, windows, strict=True) if mark == _WHOLE]
-    others = {*parts} - {(rank, count) for rank in range(count)}
-    if others or len(parts) + len(began_with) != count:
+    began_with = parts.pop(_WHOLE, None)
+    if not {*parts} <= {(rank, count) for rank in range(count)} or (
+        len(parts) + marks.count(_WHOLE) != count
+    ):
         raise _incomplete(marks)
-    if (0, count) not in parts:
-        parts[0, count] = began_with[0]
+    if began_with is not None:
+        parts.setdefault((0, count), began_with)
     first, *rest = [parts[mark] for mark in sorted(parts)]
     moved = lambda one, other: one.to(other.device) if arrays.is_array(one) else one
     return [first, *(pytree.tree_map(moved, window, first) for window in rest)]
@@ -340,7 +306,9 @@ def _incomplete(marks: Sequence[tuple[int, int]]) -> FuncgaError:
 
 def as_part(windows: Sequence[Window], replicas: Replicas | None, is_empty: bool) -> Window:
     """A window as this replica's part of a state; without replicas the whole of all parts."""
-    part = _WHOLE if is_empty or replicas is None else (replicas.rank, replicas.count)
+    part = _WHOLE
+    if replicas is not None and not is_empty:
+        part = replicas.channel.rank, replicas.channel.count
     return windows[0]._replace(part=torch.tensor(part, dtype=torch.int32, device="cpu"))
 
 

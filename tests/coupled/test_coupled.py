@@ -208,7 +208,7 @@ REFUSALS = {
     "a number": ("the loss is of type float", {"loss_fn": lambda w, s: 3.0}),
     "no pair": ("has_aux=True asks for a pair", {"has_aux": True}),
     "a pair": ("has_aux=True", {"loss_fn": lambda w, s: ((s * w).sum(), 1)}),
-    "no float": ("summary_fn returns no float array", {"summary_fn": lambda w, x: x > 0}),
+    "no float": ("its value depends on no float array of them", {"summary_fn": lambda w, x: x > 0}),
     "complex": ("summary_fn returns a complex array", {"summary_fn": lambda w, x: x * w * 1j}),
     "detached": ("the summaries that the loss uses depend on no parameter", {"summary_fn": lambda w, x: x + 0.0}),
     "mean of rows": ("grad_fn returned output as float64[2, 3] for ", {"call": "ragged", "fold": funcga.mean()}),

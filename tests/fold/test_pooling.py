@@ -136,10 +136,11 @@ def test_refusals(kit):
     pooled = funcga.normalizers.Pooled(x[0], x[0], x[0])
     update = lambda old, new, share=0.1: funcga.statistics.running_statistics(old, new, share=share, unbiased=True)
     fold = lambda: funcga.accumulate(lambda x: {"s": x}, 2, in_axes=0, fold=funcga.pooled())(x)
-    whole = "how many items a micro-batch has, at least 0, a finite number or a 0-d array."
     cases = [
-        (lambda: funcga.statistics.batch_moments(good, -1), f"count is -1: it is {whole}"),
-        (lambda: funcga.statistics.batch_moments(good, x), "count is float32[4, 2]: it is"),
+        (
+            lambda: funcga.statistics.batch_moments(good, -1),
+            "count is -1: it is how many items a micro-batch has, at least 0.",
+        ),
         (
             lambda: funcga.statistics.batch_moments({"a": {"mean": x[0], "variance": x[0]}}, 2),
             "which is no layer's statistics. They are nested dicts, in which each layer is",
@@ -170,3 +171,5 @@ def test_a_mean_and_a_variance_of_different_shapes(kit):
     x = kit.arrays(np.ones((4, 2), "float32"))
     with pytest.raises((ValueError, RuntimeError)):
         funcga.statistics.batch_moments({"a": {"mean": x[0], "var": x}}, 2)
+    with pytest.raises((ValueError, RuntimeError)):
+        funcga.statistics.batch_moments({"a": {"mean": x[0], "var": x[0]}}, x)

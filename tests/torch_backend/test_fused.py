@@ -516,6 +516,19 @@ def test_windows_in_windows(way):
         check(way(model, loss)(tokens, targets), wanted)
 
 
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_complex_weights(is_transposed):
+    params = {"w": torch.randn(LARGE // 512, 512, dtype=torch.complex128)}
+    x = torch.randn(6, LARGE // 512 if not is_transposed else 512, dtype=torch.complex128)
+    loss = lambda params, x: (x @ (params["w"].t() if is_transposed else params["w"])).abs().square().mean()
+    leaf = params["w"].clone().requires_grad_()
+    loss({"w": leaf}, x).backward()
+    step = funcga.accumulate(funcga.value_and_grad(loss), N)
+    found = step(params, x)[1]["w"]
+    assert (found - leaf.grad).abs().max() <= 1e-12 * leaf.grad.abs().max()
+    assert made(partial(step, params, x)) < made_without(step, (params, x))
+
+
 def test_a_gradient_of_another_dtype_is_left_to_autograd():
     model, args = Model(), batch(6)
     model.head.weight.grad_dtype = torch.float64

@@ -183,8 +183,6 @@ REFUSED = {
     "a traced part": (
         lambda: torch_backend.pure_loss(nn.Sequential(nn.Tanh(), torch.jit.trace(nn.Linear(3, 1), X)), of_module),
         f"the part `1` of the module {SCRIPT}"),
-    "freezes": (lambda: accumulated(freezes, TWO), FREEZES),
-    "freezes, alone": (lambda: funcga.grad(freezes)(TWO, X), FREEZES),
     "freezes its module": (lambda: freezes_in_a_module(X, n=1), FREEZES),
     "freezes what is recorded": (lambda: freezes_in_a_module(X, detached=False), UNKNOWN_TO_FUNC),
 }  # fmt: skip
@@ -202,6 +200,8 @@ OF_TORCH = {
     "a nested batch": (lambda: accumulated(of_rows, x=jagged()), "not supported for NestedTensor"),
     "no shape": (lambda: accumulated(of_rows, x=without_a_shape()), "it has no axis 0 to split"),
     "lazy": (lambda: accumulated(*lazy()), "uninitialized parameter"),
+    "freezes": (lambda: accumulated(freezes, TWO), "requires_grad=False"),
+    "freezes, alone": (lambda: funcga.grad(freezes)(TWO, X), "requires_grad=False"),
 }
 
 

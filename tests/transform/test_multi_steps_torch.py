@@ -156,6 +156,17 @@ def test_the_halves_compile_to_one_graph_each():
     assert difference(TORCH, tx.flush(state, params)[0], tx.flush(eager, params)[0]) == 0
 
 
+def test_a_weight_that_the_host_does_not_see_weighs_each_leaf_as_its_fold_says():
+    """The sum of a mean is in a unit, 16 for a weight of 20, and that of another fold is not."""
+    fold = {"w": funcga.mean(), "b": Fold(funcga.reducers.weighted, normalizers.by_steps), "scale": funcga.sum()}
+    tx = funcga.multi_steps(Transform(lambda p: (), lambda g, s, p=None: (g, s)), 2, fold=fold)
+    compiled = torch.compile(lambda g, s, weight: tx.accumulate(g, s, weight=weight), backend="eager")
+    eager = state = tx.init(tree(0))
+    for k, weight in enumerate((20.0, 3.0)):
+        eager, state = tx.accumulate(tree(k), eager, weight=weight), compiled(tree(k), state, torch.tensor(weight))
+    assert difference(TORCH, tx.flush(state, tree(0))[0], tx.flush(eager, tree(0))[0]) <= 1e-6
+
+
 @needs_cuda
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}], ids=str)

@@ -72,8 +72,7 @@ class Called:
         return nullcontext()
 
     def __exit__(self, *error: Any) -> None:
-        for merge in self.merges if error[0] is not None else ():
-            merge.abort()
+        """Nothing: a call tells other replicas of an error."""
 
     def prepared(
         self, arguments: Arguments, kwargs: dict[str, Tree]

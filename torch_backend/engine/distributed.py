@@ -33,8 +33,6 @@ class Distributed(Window):
 
     def __enter__(self) -> Self:
         self.listener = Listener()  # from here on the window hears collectives
-        if self.merge is not None:
-            self.push(self.merge)
         return super().__enter__()
 
     @property

@@ -98,7 +98,11 @@ def call_key(
     *others: object,
 ) -> object:
     """The structure of a call with these arguments, and the parameters of a module, if any."""
-    own = None if params is None else key_of([*params.values()], tuple(params), are_fixed=True)
+    own: object = None
+    if params is not None:
+        own = tuple(params), key_of([*params.values()], are_fixed=True)
+    leaves = [leaf for each, _ in flat for leaf in each]
+    structures = tuple([structure for _, structure in flat])
     # What is on around the call, that changes what it computes.
     autocast: tuple[bool, ...] = ()
     if _private.is_any_autocast_enabled():
@@ -106,23 +110,21 @@ def call_key(
         kinds = ["cpu", *([] if accelerator is None else [accelerator.type])]
         autocast = tuple(map(torch.is_autocast_enabled, kinds))
     ambient = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast
-    return ambient, own, tuple([key_of(*each) for each in flat]), others
+    return ambient, own, structures, key_of(leaves), others
 
 
-def key_of(leaves: Sequence[Any], structure: object, are_fixed: bool = False) -> tuple[object, ...]:
-    """What trees of one structure have in common: shapes, dtypes, and what acts on gradients.
+def key_of(leaves: Sequence[Any], are_fixed: bool = False) -> tuple[object, ...]:
+    """What leaves of one structure have in common: shapes, dtypes, and what acts on gradients.
 
-    `are_fixed`: of parameters of a module, which are known by identity, so that they have no other
-    shapes the next time.
+    `are_fixed`: of parameters of a module, which have no other shapes the next time.
     """
     types = tuple(map(type, leaves))
     if not _DENSE.issuperset(types) or True in map(_IS_NESTED, leaves):
-        return structure, *map(_kind, leaves)
-    records = tuple(map(_REQUIRES_GRAD, leaves))
-    hooks: tuple[bool, ...] = ()
+        return tuple(map(_kind, leaves))
+    records, hooks = tuple(map(_REQUIRES_GRAD, leaves)), (False, False)
     if True in records:
         hooks = any(map(_private.has_hooks, leaves)), any(map(_private.has_hooks_on_grad, leaves))
-    key = structure, types, records, hooks, tuple(map(_DTYPE, leaves)), tuple(map(_IS_CPU, leaves))
+    key = types, records, hooks, tuple(map(_DTYPE, leaves)), tuple(map(_IS_CPU, leaves))
     if are_fixed:
         return key
     shapes, layouts = tuple(map(_SHAPE, leaves)), tuple(map(_LAYOUT, leaves))

@@ -299,15 +299,16 @@ class Window(ExitStack):
                 if is_custom:
                     around = leaves, self.leaves.originals, self.gradient
                     functions.run_unrestricted(loss, cotangent, on_host, *around)
-                elif plan.run is not None or type(loss) is not torch.Tensor:
-                    (plan.run or graphs.run)(loss, cotangent, leaves, on_host)
+                elif plan.run is not None:
+                    plan.run(loss, cotangent, leaves, on_host)
                 else:
                     engine = _private.ENGINE_ON_HOST if on_host else _private.ENGINE
                     how = {"allow_unreachable": True, "accumulate_grad": True}
                     engine((loss,), (cotangent,), False, False, leaves, **how)
         except RuntimeError as error:
-            unchanged.explain(error, leaves)
-            raise
+            if all(map(_REQUIRES_GRAD, leaves)):
+                raise
+            raise switched_off() from error
         finally:
             hooks.pop(watch, None)
             if task is not None:

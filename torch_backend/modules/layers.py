@@ -18,28 +18,38 @@ from torch_backend._private import BUFFERS, PARAMETERS, PARTS
 Table = dict[str, torch.Tensor | None]
 
 # Modules of TorchScript have tables that are no dicts.
-_KEYS, _VALUES, _ITEMS = map(operator.methodcaller, ("keys", "values", "items"))
+_KEYS, _VALUES = map(operator.methodcaller, ("keys", "values"))
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")
+
+
+def _entries(tables: Sequence[dict[str, Any]]) -> tuple[list[str], list[int], list[int]]:
+    """The names in these tables, the ids of what they name, and how many each table has."""
+    filled = [*filter(len, tables)]  # most have none
+    names = [*chain.from_iterable(map(_KEYS, filled))]
+    ids = [*map(id, chain.from_iterable(map(_VALUES, filled)))]
+    return names, ids, [*map(len, tables)]
 
 
 class Parts:
     """A module and those inside, as they were when it was walked through.
 
-    `spaces` are their `__dict__`s, and `prefixes` stand before the names of their parameters. A
-    part that is used in two places is there twice. `ids`: of the spaces that have parameters or
-    buffers. Others, such as that of an activation, may be in any number of modules.
+    `layers` are these modules, and `prefixes` stand before the names of their parameters. One that
+    is used in two places is there twice. `ids`: of those that have parameters or buffers. Others,
+    such as an activation, may be in any number of modules.
     """
 
     def __init__(self, module: nn.Module):
         named = [*module.named_modules(remove_duplicate=False)]
         self.module = module
         self.prefixes = [f"{name}." if name else "" for name, _ in named]
-        self.spaces = [vars(part) for _, part in named]
-        self.inside = [*map(tuple, map(_ITEMS, self.tables(PARTS)))]
-        self.ids = [id(space) for space in self.spaces if space[PARAMETERS] or space[BUFFERS]]
+        self.layers = [layer for _, layer in named]
+        self.inside = _entries(self.tables(PARTS))
+        states = zip(self.layers, self.tables(PARAMETERS), self.tables(BUFFERS), strict=True)
+        self.ids = [id(layer) for layer, parameters, buffers in states if parameters or buffers]
 
     def tables(self, kind: str) -> list[dict[str, Any]]:
         """The tables of this kind that the parts have now."""
-        return [space[kind] for space in self.spaces]
+        return [*map(operator.attrgetter(kind), self.layers)]
 
     def named(self, tables: Sequence[Table]) -> dict[str, torch.Tensor]:
         """The tensors in these tables, one for each part, by their names in the module."""
@@ -69,7 +79,7 @@ class Walk:
         if (
             parts is None
             or parts.module is not module
-            or parts.inside != [*map(tuple, map(_ITEMS, parts.tables(PARTS)))]
+            or parts.inside != _entries(parts.tables(PARTS))
         ):
             parts = self.parts = Parts(module)
         return parts
@@ -80,12 +90,15 @@ class Walk:
         """
         parts, trained = self.through(module), self.trained
         tables = parts.tables(PARAMETERS)
-        values = [*chain.from_iterable(map(_VALUES, tables))]
-        require_grad = [p is not None and p.requires_grad for p in values]
-        seen = parts, [*map(tuple, map(_KEYS, tables))], [*map(id, values)], require_grad
-        if trained is None or trained[0] != seen:
-            trained = self.trained = seen, trainable(module)
-        return trained[1]  # type: ignore[no-any-return]
+        seen = parts, _entries(tables)
+        if trained is not None and trained[0] == seen:
+            _, params, require_grad, found = trained
+            if require_grad == [*map(_REQUIRES_GRAD, params)]:
+                return found  # type: ignore[no-any-return]
+        params = [p for p in chain.from_iterable(map(_VALUES, tables)) if p is not None]
+        require_grad, found = [*map(_REQUIRES_GRAD, params)], trainable(module)
+        self.trained = seen, params, require_grad, found
+        return found
 
 
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:

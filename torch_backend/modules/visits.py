@@ -109,7 +109,8 @@ class Visit:
             raise
         # A part that is used in two places is here twice, so all tables are read before one is
         # exchanged. The module may have new tensors since the last time, and gets those back.
-        self.own = [(each, each[PARAMETERS], each[BUFFERS]) for each in self.parts.spaces]
+        spaces = [layer.__dict__ for layer in self.parts.layers]
+        self.own = [(each, each[PARAMETERS], each[BUFFERS]) for each in spaces]
         for (space, _, buffers), parameters in zip(self.own, self.tables, strict=True):
             space[PARAMETERS], space[BUFFERS] = parameters.copy(), buffers.copy()
         # Without buffers there is nothing to do around a micro-batch.
@@ -141,15 +142,15 @@ class Visit:
         """The loss of a batch, on copies of the module's own buffers, or of those that are
         threaded.
         """
-        loss, tables, threaded = self.loss, [buffers for *_, buffers in self.own], dict[str, Any]()
-        own = self.parts.named(tables)
+        loss, threaded = self.loss, dict[str, Any]()
+        own = self.parts.named([buffers for *_, buffers in self.own])
         if loss.buffers:
             threaded, *args = args  # type: ignore[assignment]
         # Each micro-batch gets new ones: writes through `.data` or a NumPy array cannot be seen, so
         # none can be reused.
         given = replaced(threaded, own, "buffers")
         copies = _copies({id(buffer): buffer for buffer in own.values()}, given)
-        for space, table in zip(self.parts.spaces, tables, strict=True):
+        for space, _, table in self.own:
             space[BUFFERS] = {name: copies.get(id(buffer)) for name, buffer in table.items()}
         output = loss.loss_fn(loss.module, *args, **kwargs)
         if not loss.buffers:

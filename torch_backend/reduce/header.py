@@ -11,22 +11,19 @@ from torch_backend.replicas import Channel
 class Report(NamedTuple):
     """What a replica says of its window. Each is a number that a float64 holds."""
 
-    step: float  # a digest of the Step; 0 if it has none
-    options: float  # a digest of those that have to be the same on all replicas
+    step: float  # a digest of the Step, and of the options that have to be the same everywhere
     begun: float  # windows of this step, with this one
     finished: float
+    updates: float  # of the state of `multi_steps` that the window is in
+    failed: float = False  # whether this replica has raised an error
+    last: float = False  # whether it needs no pass after the one that comes
     digest: float = 0  # of what is folded; 0 without any micro-batch
     agreed: float = False  # whether the replicas have agreed on that before
-    on_device: float = (
-        False  # whether something is counted on the device, and is not in this report
-    )
+    on_device: float = False  # whether only a device knows some of the counts, which are 0 here
     steps: float = 0
     weight: float = 0.0
     unit: float = 0.0  # of the weighted sums; 0 if nothing was weighed
-    last: float = False  # whether this replica needs no pass after the one that comes
-    failed: float = False  # whether it has raised an error
-    rejected: float = 0  # micro-batches that are left out, but for those that only a device counts
-    updates: float = 0  # of the state of `multi_steps` that the window is in
+    rejected: float = 0  # micro-batches that are left out
     numbers: tuple[float, ...] = ()  # sums that need no collective of their own, ROOM at most
 
 
@@ -35,9 +32,8 @@ ROOM = 4
 
 def digest_of(description: object) -> int:
     """A hash of 53 bits, which a float64 holds exactly, and never 0."""
-    return (
-        int.from_bytes(hashlib.sha256(repr(description).encode()).digest()[:8], "little") >> 11 or 1
-    )
+    digest = hashlib.sha256(repr(description).encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 11 or 1
 
 
 def exchange_reports(channel: Channel, mine: Report) -> Callable[[], list[Report]]:

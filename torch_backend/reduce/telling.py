@@ -3,7 +3,8 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 
-from torch_backend.reduce.agreement import Progress
+from funcga._call import Memory
+from torch_backend.reduce.agreement import Histories
 
 # What begins a window, which is a context.
 Begin = Callable[[], AbstractContextManager[object]]
@@ -14,22 +15,24 @@ class _EndedError(Exception):
 
 
 @contextmanager
-def telling(windows: Sequence[tuple[Progress, Begin]]) -> Iterator[None]:
+def telling(windows: Sequence[tuple[Memory, Begin]]) -> Iterator[None]:
     """A context of one call of a step, in which other replicas are told of an error.
 
-    `windows` are those of the call, in their order: where each is counted, and what begins it. A
-    window ends itself with an error that it sees. One that has not begun begins then, and ends: the
-    others have begun as many, and wait in one of them.
+    `windows` are those of the call, in their order: where each is counted, and what begins it. One
+    that has not begun begins then, and ends: the others have begun as many, and wait in one of
+    them.
     """
-    begun = [progress.begun for progress, _ in windows]
+    counted = [(memory.keep(Histories), begin) for memory, begin in windows]
+    for histories, _ in counted:
+        histories.begun = 0
     try:
         yield
     except BaseException:
-        for (progress, begin), before in zip(windows, begun, strict=True):
-            if progress.begun == before:
+        for histories, begin in counted:
+            if not histories.begun:
                 with suppress(Exception), begin():
                     raise _EndedError from None
-            for history in progress.groups.values():
+            for history in histories.values():
                 if history.running is not None:
                     history.running.abort()
                 # The others may have the result already. Each header says what is finished here, so

@@ -4,265 +4,172 @@ Leaves that are no sums, such as moments or collected rows, are combined in the 
 replicas.
 """
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from funcga._fold import LeafFold
-from funcga._types import Reduced
 from torch_backend import trees
-from torch_backend.dtensor import local
-from torch_backend.reduce.header import ROOM
+from torch_backend.dtensor import as_dtensor, local, spec_of
+from torch_backend.reduce.agreement import Agreement
 from torch_backend.replicas import Replicas, as_bytes
-from torch_backend.sums import Folding, Sums
+from torch_backend.sums import Sums
 
-# Waits for a message that has begun, and takes in what the others have sent. Returns the sum of the
-# marks that came with it, None if none did.
-Receive = Callable[[], torch.Tensor | None]
-# The shape and the dtype of an array.
-Form = tuple[tuple[int, ...], torch.dtype]
-
-# So few elements are not worth a message of their own.
-_FEW = 8
 # Bytes of a value that is copied out of the memory of its message. As a view it would keep all of
 # that alive as long as the caller keeps a loss.
 _SMALL = 2**12
 
 
-class Route(NamedTuple):
-    """How each reduced leaf travels, by its index. It follows from what is folded, so it is the
-    same on every replica.
+class Addition:
+    """Adds leaves over the replicas: `begin` each message, which is one all_reduce, and `finish`.
 
-    Leaves of a bucket are added together; others are `gathered`, or are `numbers` in the header.
-    `likes`: the shape of each, and where it lies. `device`: where anything travels from that is no
-    sum.
+    `counts` are scalars that are added, too. Nothing else holds the leaves meanwhile.
     """
 
-    buckets: list[list[int]]
-    gathered: list[int]
-    numbers: list[int]
-    likes: Mapping[int, tuple[torch.Size, torch.device]]
-    device: torch.device
+    def __init__(
+        self, sums: Sums, agreement: Agreement, replicas: Replicas, counts: Sequence[torch.Tensor]
+    ):
+        self.sums, self.leaves, self.channel = sums, agreement.summed, replicas.channel
+        self.specs, self.works = [spec_of(sums.of[leaf]) for leaf in self.leaves], list[Any]()
+        addends = list[Any]()
+        for leaf in self.leaves:
+            total, sent = local(sums.of[leaf]), sums.folding.folds[leaf].fold.reducer.monoid.sent
+            sums.of[leaf] = None
+            addends.append(total if sent is None else sent(torch, total))
+        arrays, self.structure = trees.flatten((addends, [*counts]))
+        self.forms = [(array.dtype, _strides(array)) for array in arrays]
+        # What is sent, and from then on what has come.
+        self.arrays = [_as_sent(array, replicas.wire_dtype) for array in arrays]
+        self.messages = _messages(self.arrays, replicas.bucket_bytes)
+        # The last message tells an error by a mark. It is copied with all of that one, so that is
+        # the smallest.
+        last = self.messages[-1]
+        like = self.arrays[last[0]] if last else torch.empty((), device=agreement.device)
+        last.append(len(self.arrays))
+        self.arrays.append(like.new_zeros(1))
 
+    def begin(self, has_failed: bool) -> bool:
+        """Begins the next message; whether there was one."""
+        if len(self.works) == len(self.messages):
+            return False
+        self.arrays[-1].fill_(has_failed)
+        indices = self.messages[len(self.works)]
+        sent = [self.arrays[index] for index in indices]
+        flat = [array.reshape(-1) for array in sent]
+        numbers = torch.cat(flat) if flat[1:] else flat[0]  # a single one in its own memory
+        parts = torch.split(numbers, [*map(len, flat)])
+        for index, array, part in zip(indices, sent, parts, strict=True):
+            self.arrays[index] = part.view(array.shape)
+        self.works.append(self.channel.carrier(numbers.device).allreduce([numbers]))
+        return True
 
-def route_of(
-    folding: Folding, likes: Mapping[int, torch.Tensor], replicas: Replicas, may_be_numbers: bool
-) -> Route:
-    """The Route for leaves like these. If all are numbers on the host, and few, and
-    `may_be_numbers` says so, they travel in the header.
-    """
-    forms = {leaf: (like.shape, like.device) for leaf, like in likes.items()}
-    device = next((like.device for like in likes.values()), torch.device("cpu"))
-    folds = folding.folds
-    added = {leaf for leaf, like in likes.items() if _is_added(folding, leaf, like)}
-    numbers = {leaf for leaf in added if _is_number(likes[leaf], folds[leaf])}
-    if may_be_numbers and len(numbers) == len(likes) <= ROOM:
-        return Route([], [], sorted(likes), forms, torch.device("cpu"))
-    summed = added.union([leaf for leaf in likes if folds[leaf].fold.reducer.monoid.sent])
-    if len(summed) < len(likes):
-        summed -= {leaf for leaf in added if _is_few_counts(likes[leaf], folds[leaf])}
-    buckets = _buckets({leaf: likes[leaf] for leaf in summed}, replicas.bucket_bytes)
-    return Route(buckets, sorted({*likes} - summed), [], forms, device)
-
-
-def _is_few_counts(like: torch.Tensor, fold: LeafFold) -> bool:
-    """Whether a sum goes with what is gathered, if anything is: in a dtype of its own it would be
-    one collective more.
-    """
-    return like.numel() <= _FEW and fold.fold.reducer.unweighted
-
-
-def _buckets(likes: Mapping[int, torch.Tensor], bucket_bytes: int) -> list[list[int]]:
-    """Leaves that are added together, by at most so many bytes; the smallest last."""
-    buckets: list[list[int]] = []
-    # Complex numbers come first: a view of pairs has to begin at an even element. The first leaf
-    # begins a bucket even if it has no elements.
-    room = -1
-    order = lambda leaf: (not likes[leaf].is_complex(), likes[leaf].ndim == 0, leaf)
-    for leaf in sorted(likes, key=order):
-        if likes[leaf].nbytes > room:
-            buckets.append([])
-            room = bucket_bytes
-        buckets[-1].append(leaf)
-        room -= likes[leaf].nbytes
-    # The mark of an error is copied with all of the last one.
-    buckets.sort(key=lambda bucket: -sum([likes[leaf].numel() for leaf in bucket]))
-    return buckets or [[]]
-
-
-def _is_added(folding: Folding, leaf: int, like: torch.Tensor) -> bool:
-    """Whether a leaf's sum is one array of its shape, and is merged by adding it."""
-    fold, is_usual = folding.folds[leaf], folding.kinds[leaf] is not None
-    if is_usual or fold.fold.reducer.monoid.collective != "sum":
-        return is_usual
-    identity = fold.identity(torch.zeros_like(like, requires_grad=False))
-    kind = like.shape, fold.accumulator_dtype
-    return isinstance(identity, torch.Tensor) and (identity.shape, identity.dtype) == kind
-
-
-def _is_number(like: torch.Tensor, fold: LeafFold) -> bool:
-    """Whether a float64 in the header can be a leaf's sum."""
-    return like.is_cpu and like.ndim == 0 and bool(fold.accumulator_dtype.is_floating_point)
-
-
-# --- what is added
-
-
-def add(
-    sums: Sums, route: Route, bucket: list[int], replicas: Replicas, mark: float | None
-) -> Receive:
-    """Begins to add the leaves of a bucket over the replicas, in one all_reduce for each dtype.
-
-    Nothing holds the leaves meanwhile. A mark that is not 0 tells the others of an error.
-    """
-    layouts = [_layout(sums.of[leaf]) for leaf in bucket]
-    addends = [_addend(sums, route, leaf, replicas.wire_dtype) for leaf in bucket]
-    arrays, structure = trees.flatten(addends)
-    kinds = [(array.dtype, array.device) for array in arrays]
-    if mark is not None:
-        dtype, device = kinds[-1] if kinds else (torch.float32, route.device)
-        kinds.append((dtype, device))
-        arrays.append(torch.full((1,), mark, dtype=dtype, device=device))
-    shapes = [array.shape for array in arrays]
-    groups: dict[object, list[int]] = {}
-    for k, kind in enumerate(kinds):
-        groups.setdefault(kind, []).append(k)
-    sent = [_joined([arrays[k] for k in group]) for group in groups.values()]
-    del addends, arrays
-    works = [replicas.channel.carrier(numbers.device).allreduce([numbers]) for numbers in sent]
-
-    def receive() -> torch.Tensor | None:
-        received: list[Any] = [None] * len(shapes)
-        for group, work in zip(groups.values(), works, strict=True):
+    def finish(self) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Waits for all messages, and takes the sums in; returns (those of the counts, that of the
+        mark).
+        """
+        of, folding = self.sums.of, self.sums.folding
+        for work in self.works:
             work.wait()
-            parts = torch.split(sent.pop(0), [shapes[k].numel() for k in group])
-            for k, part in zip(group, parts, strict=True):
-                received[k] = part.view(shapes[k])
-        marks = None if mark is None else received.pop()
-        for leaf, layout, total in zip(
-            bucket, layouts, trees.unflatten(structure, received), strict=True
-        ):
-            sums.of[leaf] = _total(sums, leaf, layout, total)
-        return marks
+        *arrays, mark = self.arrays
+        self.arrays = []
+        totals, counts = trees.unflatten(self.structure, [*map(_restored, arrays, self.forms)])
+        for leaf, spec, total in zip(self.leaves, self.specs, totals, strict=True):
+            received = folding.folds[leaf].fold.reducer.monoid.received
+            if received is not None:
+                total = received(torch, total)
+            elif leaf not in folding.grads and total.nbytes <= _SMALL:
+                total = total.clone()
+            of[leaf] = as_dtensor(total, spec)
+        return counts, mark
 
-    return receive
 
-
-def _layout(accumulator: Reduced) -> torch.Tensor | None:
-    """A tensor without memory that has the strides of an accumulator; None for the usual ones."""
+def _strides(array: torch.Tensor) -> torch.Tensor | None:
+    """A tensor without memory that has the strides of an array; None for the usual ones."""
     # Numbers travel in the order of a contiguous array.
-    is_usual = not isinstance(accumulator, torch.Tensor) or local(accumulator).is_contiguous()
-    return None if is_usual else torch.empty_like(local(accumulator), device="meta")
+    return None if array.is_contiguous() else torch.empty_like(array, device="meta")
 
 
-def _joined(arrays: list[torch.Tensor]) -> torch.Tensor:
-    """The elements of these arrays; a single one in its own memory."""
-    flat = [array.reshape(-1) for array in arrays]
-    return torch.cat(flat) if flat[1:] else flat[0]
-
-
-def _addend(sums: Sums, route: Route, leaf: int, wire_dtype: torch.dtype | None) -> Reduced:
-    """What this replica adds of a leaf, as real numbers, in place of which nothing is held
-    meanwhile.
-    """
-    fold, lifted = sums.folding.folds[leaf], _lifted(sums, route, leaf)
-    sums.of[leaf] = None
-    sent = fold.fold.reducer.monoid.sent
-    if sent is not None:
-        return sent(torch, lifted)
-    total = lifted.to(fold.accumulator_dtype)
+def _as_sent(array: torch.Tensor, wire_dtype: torch.dtype | None) -> torch.Tensor:
+    """The array as real numbers, in the dtype that gradients are sent in."""
     # Scalars, such as the loss, and counts are never rounded.
-    is_rounded = total.ndim > 0 and (total.is_floating_point() or total.is_complex())
-    if total.is_complex():  # which not every carrier adds
-        total = torch.view_as_real(total.resolve_conj())
-    return total.to(wire_dtype) if is_rounded and wire_dtype else total
+    is_rounded = array.ndim > 0 and (array.is_floating_point() or array.is_complex())
+    if array.is_complex():  # which not every carrier adds
+        array = torch.view_as_real(array.resolve_conj())
+    return array.to(wire_dtype) if is_rounded and wire_dtype else array
 
 
-def _total(sums: Sums, leaf: int, layout: torch.Tensor | None, total: Reduced) -> Reduced:
-    """A leaf as the window has it, of what was added."""
-    fold = sums.folding.folds[leaf]
-    received, dtype = fold.fold.reducer.monoid.received, fold.accumulator_dtype
-    if received is not None:
-        return received(torch, total)
+def _restored(total: torch.Tensor, form: tuple[torch.dtype, torch.Tensor | None]) -> torch.Tensor:
+    """What has come of an array, in its dtype and strides."""
+    dtype, strides = form
     total = total.to(dtype.to_real())
     if dtype.is_complex:
         total = torch.view_as_complex(total)
-    if layout is not None:
-        return torch.empty_like(layout, device=total.device).copy_(total)
-    is_kept = total.nbytes > _SMALL or leaf in sums.folding.grads
-    return total if is_kept else total.clone()
+    return total if strides is None else torch.empty_like(strides, device=total.device).copy_(total)
 
 
-# --- what is gathered
+def _messages(arrays: Sequence[torch.Tensor], most: int) -> list[list[int]]:
+    """The arrays of each message, by their indices: of one dtype and device, and at most so many
+    bytes. The smallest comes last.
+    """
+    messages: list[list[int]] = []
+    open_ones: dict[object, tuple[list[int], int]] = {}  # of each kind the last one, and its room
+    for index, array in enumerate(arrays):
+        kind = array.dtype, array.device
+        message, room = open_ones.get(kind, ([], -1))
+        if array.nbytes > room:
+            message, room = [], most
+            messages.append(message)
+        message.append(index)
+        open_ones[kind] = message, room - array.nbytes
+    messages.sort(key=lambda message: -sum([arrays[index].numel() for index in message]))
+    return messages or [[]]
 
 
-def gather(sums: Sums, route: Route, replicas: Replicas) -> Receive:
+def gather(sums: Sums, agreement: Agreement, replicas: Replicas) -> Callable[[], None]:
     """Begins to gather the leaves that are no sums, and collected rows, in one all_gather.
 
-    The function that it returns waits for them, and combines and joins them in the order of the
+    The function that it returns waits for them, and combines or joins them in the order of the
     replicas.
     """
-    collected = sums.folding.outputs.collected
-    lifted = [_lifted(sums, route, leaf) for leaf in route.gathered]
-    rows = [_rows(sums, leaf, route.device) for leaf in collected]
+    outputs, device = sums.folding.outputs, agreement.device
+    values = [local(sums.of[leaf]) for leaf in agreement.gathered]
+    for leaf, fold in zip(outputs.collected, outputs.collected_folds, strict=True):
+        axis = fold.axis or 0
+        none = agreement.likes[leaf].narrow(
+            axis, 0, 0
+        )  # the rows of a replica that has folded nothing
+        values.append(torch.cat([none, *sums.collected[leaf]], dim=axis))
     # All arrays of this replica in one list, whose order is the same on all replicas.
-    arrays, structure = trees.flatten((lifted, rows))
-    forms = [(tuple(array.shape), array.dtype) for array in arrays]
+    arrays, structure = trees.flatten(values)
+    forms = [torch.empty_like(array, device="meta") for array in arrays]
     # Numbers of rows may differ, so the replicas first tell each other theirs.
-    of_ranks = replicas.channel.all_gather(forms) if rows else [forms] * replicas.count
+    of_ranks = [forms] * replicas.channel.count
+    if outputs.collected:
+        of_ranks = replicas.channel.all_gather(forms)
     # An all_gather takes equally many bytes from each replica, so all are padded to the longest.
-    empty = torch.empty(0, dtype=torch.uint8, device=route.device)
-    packed = torch.cat([empty, *[as_bytes(array).to(route.device) for array in arrays]])
-    padded = packed.new_zeros(max([sum(map(_nbytes, forms)) for forms in of_ranks]))
-    padded[: len(packed)] = packed
-    received = [torch.empty_like(padded) for _ in of_ranks]
-    work = replicas.channel.carrier(route.device).allgather([received], [padded])
+    sizes = [[form.nbytes for form in forms] for forms in of_ranks]
+    data = [as_bytes(array).to(device) for array in arrays]
+    missing = max(map(sum, sizes)) - sum(map(len, data))
+    sent = torch.cat([*data, torch.zeros(missing, dtype=torch.uint8, device=device)])
+    received = [torch.empty_like(sent) for _ in of_ranks]
+    work = replicas.channel.carrier(device).allgather([received], [sent])
 
     def combine() -> None:
         work.wait()
-        pairs = zip(received, of_ranks, strict=True)
-        told = [trees.unflatten(structure, _unpacked(data, forms)) for data, forms in pairs]
-        for position, leaf in enumerate(route.gathered):
-            of_leaf = [lifted[position] for lifted, _ in told]
-            sums.of[leaf] = reduce(sums.folding.folds[leaf].combine, of_leaf)
-        for position, leaf in enumerate(collected):
-            sums.collected[leaf] = [rows[position] for _, rows in told]
+        told = []
+        for numbers, lengths, forms in zip(received, sizes, of_ranks, strict=True):
+            # An array may begin at any byte. A copy is aligned for its dtype.
+            parts = torch.split(numbers[: sum(lengths)], lengths)
+            pairs = zip(parts, forms, strict=True)
+            arrays = [part.clone().view(form.dtype).view(form.shape) for part, form in pairs]
+            told.append(trees.unflatten(structure, arrays))
+        leaves = [*agreement.gathered, *outputs.collected]
+        for leaf, *of_leaf in zip(leaves, *told, strict=True):
+            if leaf in outputs.collected:
+                sums.collected[leaf] = of_leaf
+                continue
+            combined = reduce(sums.folding.folds[leaf].combine, of_leaf)
+            sums.of[leaf] = as_dtensor(combined, spec_of(sums.of[leaf]))
 
     return combine
-
-
-def _lifted(sums: Sums, route: Route, leaf: int) -> Reduced:
-    """What this replica has folded of a leaf. Where that is nothing it is the identity: all send
-    the same shapes.
-    """
-    if sums.of[leaf] is not None:
-        return local(sums.of[leaf])
-    shape, device = route.likes[leaf]
-    like = torch.zeros(shape, dtype=sums.folding.outputs.dtypes[leaf], device=device)
-    return sums.folding.folds[leaf].identity(like)
-
-
-def _rows(sums: Sums, leaf: int, device: torch.device) -> torch.Tensor:
-    """What this replica has collected of a leaf: no rows, if it has folded nothing."""
-    outputs = sums.folding.outputs
-    fold, shape = outputs.folds[leaf], [*(outputs.shapes[leaf] or ())]
-    axis = 0 if fold is None else fold.axis or 0
-    shape[axis] = 0
-    empty = torch.zeros(shape, dtype=outputs.dtypes[leaf], device=device)
-    return torch.cat([empty, *sums.collected[leaf]], dim=axis)
-
-
-def _nbytes(form: Form) -> int:
-    shape, dtype = form
-    return math.prod(shape) * dtype.itemsize
-
-
-def _unpacked(data: torch.Tensor, forms: list[Form]) -> list[torch.Tensor]:
-    """The arrays of these forms that uint8[nbytes] holds, in memory of their own."""
-    sizes = [*map(_nbytes, forms)]
-    pairs = zip(torch.split(data[: sum(sizes)], sizes), forms, strict=True)
-    # In `data` an array may begin at any byte. A copy is aligned for its dtype.
-    return [part.clone().view(dtype).view(shape) for part, (shape, dtype) in pairs]

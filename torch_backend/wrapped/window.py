@@ -47,7 +47,6 @@ from torch_backend.engine.window import Window, functions_alive
 from torch_backend.modules.checks import modules_in
 from torch_backend.modules.layers import Walk, buffers_of, put_back
 from torch_backend.reduce import Reduction, reductions_of
-from torch_backend.reduce.agreement import progress_of
 from torch_backend.reduce.header import nothing_to_fold
 from torch_backend.reduce.telling import telling
 from torch_backend.replicas import explained
@@ -83,7 +82,7 @@ class WrappedGradient(ModuleGradient):
     ) -> Tree:
         arguments = uncut(args, self, backend)
         begin = partial(self.window, program, backend, arguments)
-        with telling([(progress_of(program.memory), begin)]), begin() as window:
+        with telling([(program.memory, begin)]), begin() as window:
             window.alone = True
             arguments, kwargs = window.prepared(arguments, kwargs)
             args = tuple([part.value for part in arguments.parts])
@@ -162,8 +161,6 @@ class OwnGrads(Window):
 
     def _recover(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
-            for merge in self.merges:
-                merge.abort()
             # Also where nothing has begun here: what the wrapper does next has to be the same on
             # all replicas.
             self.wrapper.recover()

@@ -1,6 +1,6 @@
 """Whether the copies of an array on the devices of a mesh are the same: hashes are compared."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from typing import TypeAlias
 
@@ -29,20 +29,14 @@ def check_replicas(params: Tree, across: Across) -> None:
             f"{listed(replicas.names)}. Put them on the mesh first: jax.device_put(params, "
             "NamedSharding(mesh, P()))."
         )
-    differences = [
-        (path, difference)
-        for path, leaf, digests in zip(paths, leaves, _digests(leaves), strict=True)
-        if (difference := _difference(leaf, replicas.names, digests))
-    ]
-    if differences:
-        path, (one, other) = differences[0]
-        more = f" (and {len(differences) - 1} more)" if len(differences) > 1 else ""
-        raise FuncgaError(
-            f"`{path}`{more} is not the same on all replicas: {one} and {other} hold different "
-            f"values along {listed(replicas.names)}. What is averaged would belong to no "
-            "parameters at all. Give every replica the same: params = jax.device_put(params, "
-            "jax.NamedSharding(mesh, P()))."
-        )
+    for path, leaf, digests in zip(paths, leaves, _digests(leaves), strict=True):
+        for one, other in _differences(leaf, replicas.names, digests):
+            raise FuncgaError(
+                f"`{path}` is not the same on all replicas: {one} and {other} hold different "
+                f"values along {listed(replicas.names)}. What is averaged would belong to no "
+                "parameters at all. Give every replica the same: params = jax.device_put(params, "
+                "jax.NamedSharding(mesh, P()))."
+            )
 
 
 def _is_on_mesh(leaf: Tree) -> bool:
@@ -75,29 +69,28 @@ def _digest(piece: jax.Array) -> Digest:
     return int.from_bytes(data[:4]), int.from_bytes(data[4:])
 
 
-def _difference(
+def _differences(
     leaf: Tree, names: tuple[str, ...], digests: dict[jax.Device, Digest]
-) -> tuple[jax.Device, jax.Device] | None:
-    """Two devices whose copies differ along these axes of the mesh, if there are any."""
+) -> Iterator[tuple[jax.Device, jax.Device]]:
+    """Pairs of devices whose copies differ along these axes of the mesh."""
     if not isinstance(leaf, jax.Array):
-        return None
+        return
     # Copies of the same part of the array, at the same coordinates, have to be equal.
     coordinates = _coordinates(leaf, names)
-    parts = leaf.sharding.devices_indices_map(leaf.shape).items()
-    copies = [(device, (str(index), coordinates.get(device))) for device, index in parts]
+    parts: dict[jax.Device, object] = {
+        device: (str(index), coordinates.get(device))
+        for device, index in leaf.sharding.devices_indices_map(leaf.shape).items()
+    }
     if leaf.is_fully_addressable and jax.process_count() > 1:
         # Each process has its own array, compared if it is replicated.
-        copies = [
-            (device, ("", None))
-            for device, digest in digests.items()
-            if any(digest) and leaf.is_fully_replicated
-        ]
+        parts = {
+            d: None for d, digest in digests.items() if any(digest) and leaf.is_fully_replicated
+        }
     first_copies: dict[object, jax.Device] = {}
-    for device, part in copies:
+    for device, part in parts.items():
         first_device = first_copies.setdefault(part, device)
         if digests[first_device] != digests[device]:
-            return first_device, device
-    return None
+            yield first_device, device
 
 
 def _coordinates(leaf: jax.Array, names: tuple[str, ...]) -> dict[jax.Device, tuple[int, ...]]:

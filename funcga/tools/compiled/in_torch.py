@@ -5,8 +5,8 @@ graph computes the loss and its gradients, and adds these to sums that are its i
 sums are zeros at first, and no gradient becomes one. The weight of a micro-batch is an input, too,
 so one graph serves for every micro-batch of a shape, whatever n.
 
-A CompiledWindow folds by micro-steps where nothing else has to see a gradient: `against_in_step`
-and `against_in_window` say what would. If torch.compile refuses the micro-step as a whole, the loss
+A CompiledWindow folds by micro-steps where nothing else has to see a gradient: see `serves_step`
+and `serves_window`. If torch.compile refuses the micro-step as a whole, the loss
 is compiled alone, as it was given, and autograd adds its gradients.
 """
 
@@ -55,7 +55,7 @@ def window_of(program: Program, gradient: GradientFunction) -> Callable[..., Win
     loss_fn = gradient.loss_fn
     loss_fn = loss_fn.loss_fn if isinstance(loss_fn, PureLoss) else loss_fn
     step = _made_once(_MICRO_STEPS, loss_fn, MicroStep)
-    if step is None or any(against_in_step(program, gradient).values()):
+    if step is None or not serves_step(program, gradient):
         return None
     return partial(CompiledWindow, step)
 
@@ -171,22 +171,21 @@ _MICRO_STEPS: WeakKeyDictionary[LossFn, MicroStep | None] = WeakKeyDictionary()
 _GRADIENTS: WeakKeyDictionary[GradFn, GradientFunction | None] = WeakKeyDictionary()
 
 
-# --- where autograd adds the gradients of a compiled loss after all: why, and whether it is so
+# --- where autograd adds the gradients of a compiled loss after all
 
 
-def against_in_step(program: Program, gradient: GradientFunction) -> dict[str, object]:
-    """What stands against compiled micro-steps in all windows of a step."""
+def serves_step(program: Program, gradient: GradientFunction) -> bool:
+    """Whether micro-steps may be compiled in the windows of a step: no replicas merge the sums, and
+    no loss may call collectives; no gradient is measured or dropped; a loss returns no more than a
+    number that is not scaled.
+    """
     loss = gradient.loss_fn
+    if program.across is not None or (dist.is_available() and dist.is_initialized()):
+        return False
+    if program.watch is not None or program.skip is not None:
+        return False
     returns_state = isinstance(loss, PureLoss) and loss.buffers
-    return {
-        "replicas merge the sums": program.across is not None,
-        "the loss may call collectives": dist.is_available() and dist.is_initialized(),
-        "observers measure each gradient": program.watch is not None,
-        "a gradient may be dropped": program.skip is not None,
-        "the loss has aux": gradient.has_aux,
-        "the loss is scaled": gradient.scaled,
-        "the loss returns buffers": returns_state,
-    }
+    return not (gradient.has_aux or gradient.scaled or returns_state)
 
 
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -197,22 +196,20 @@ def _is_plain(leaf: torch.Tensor | None) -> bool:
     return type(leaf) is torch.Tensor and leaf.layout is torch.strided and leaf.dtype in _FLOATS
 
 
-def against_in_window(window: Window) -> dict[str, object]:
-    """What stands against compiled micro-steps in a window."""
-    plan, arguments = window.plan, window.arguments
-    leaves = trees.flatten(window.leaves.trees)[0]
+def serves_window(window: Window) -> bool:
+    """Whether micro-steps may be compiled in a window: parameters are dense and passed whole, no
+    state is threaded, and nothing is to see what a graph computes, as hooks and modes do.
+    """
+    plan, arguments, leaves = window.plan, window.arguments, trees.flatten(window.leaves.trees)[0]
+    if not leaves or not all(map(_is_plain, leaves)) or plan.hooked or plan.moving:
+        return False
+    # A module that is not visited has other parameters in each micro-batch.
     is_split = isinstance(window.gradient.loss_fn, PureLoss) and window.visits is None
-    return {
-        "parameters are no dense tensors of floats": not (leaves and all(map(_is_plain, leaves))),
-        "a hook on a parameter is to see each gradient": plan.hooked,
-        "leaves are made for each micro-batch": plan.moving,
-        "each micro-batch has other parameters of the module": is_split,
-        "state is threaded": arguments is None or arguments.state,
-        "autocast casts what the loss computes": _private.is_any_autocast_enabled(),
-        "hooks see the tensors that autograd saves": private_in_torch.saves_by_hooks(),
-        "a mode sees each operator": private_in_torch.dispatch_modes(),
-        "anomalies are detected": torch.is_anomaly_enabled(),
-    }
+    if is_split or arguments is None or arguments.state:
+        return False
+    if _private.is_any_autocast_enabled() or torch.is_anomaly_enabled():
+        return False
+    return not (private_in_torch.saves_by_hooks() or private_in_torch.dispatch_modes())
 
 
 # --- the window
@@ -285,7 +282,7 @@ class CompiledWindow(Window):
         in computing them.
         """
         loss, visits = self.gradient.loss_fn, self.visits
-        if self.step.is_refused or any(against_in_window(self).values()):
+        if self.step.is_refused or not serves_window(self):
             return
         self.params = {index: trees.detached(tree) for index, tree in self.leaves.trees.items()}
         self.inside = loss if isinstance(loss, PureLoss) else None

@@ -185,7 +185,7 @@ class Coupled:
             raise FuncgaError(
                 "loss_fn does not use the summaries: its value depends on no float array of them, "
                 "so that no gradient comes to summary_fn. Compute the loss from its last argument, "
-                "loss_fn(params, s)."
+                "loss_fn(params, s), and return float arrays from summary_fn, such as embeddings."
             )
 
     def check_reached(self, is_reached: bool) -> None:
@@ -233,11 +233,6 @@ class Summaries(NamedTuple):
             raise FuncgaError(
                 "summary_fn returns a complex array, and the gradient is that of real ones. Return "
                 "its real and its imaginary part."
-            )
-        if "float" not in kinds.values():
-            raise FuncgaError(
-                "summary_fn returns no float array, so the loss of its summaries has no gradient. "
-                "Return what the loss is computed from, such as embeddings."
             )
         return {index: leaf for index, leaf in folded.items() if kinds[index] == "float"}
 

@@ -24,7 +24,7 @@ from funcga.folds import Fold
 from funcga.normalizers import identity
 from funcga.reducers import weighted
 from funcga.tools.coupled import Coupled, Summaries
-from funcga.tools.random_states.in_torch import (
+from funcga.tools.example_keys.in_torch import (
     devices_of,
     generator_states,
     put_generator_states,

@@ -13,6 +13,7 @@ from funcga._fold.outputs import Outputs
 from funcga._tools import load
 from funcga._types import Array, Scalar, Tree
 from funcga.errors import FuncgaError
+from funcga.tools.finite import finite
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,7 @@ class Dropping:
             return True
         # If the host sees the answer, it is a bool, and nothing is computed for what is dropped.
         if self.test is None:
-            finite = load(f"finite.in_{backend.name}", "drop=").finite
-            keep = arrays.scalar(finite(leaves))
+            keep = arrays.scalar(finite(leaves, backend))
         else:
             drop = _as_bool(self.test(value), arrays)
             keep = arrays.xp.logical_not(drop) if arrays.is_array(drop) else not drop

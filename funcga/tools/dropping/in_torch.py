@@ -17,12 +17,12 @@ from funcga._fold.outputs import Outputs
 from funcga._types import Scalar, Tree
 from funcga.errors import FuncgaError
 from funcga.tools.dropping import DroppingStep
-from funcga.tools.finite.in_torch import finite
-from funcga.tools.random_states.in_torch import (
+from funcga.tools.example_keys.in_torch import (
     devices_of,
     generator_states,
     put_generator_states,
 )
+from funcga.tools.finite.in_torch import finite
 from torch_backend import _private, arrays, trees
 from torch_backend.dtensor import local
 from torch_backend.engine.called import Called

@@ -1,1 +1,19 @@
-"""Whether all numbers of a tree are finite, for tools that look at gradients."""
+"""Whether numbers are finite, for tools that look at gradients."""
+
+from collections.abc import Sequence
+
+from funcga._backend import Backend
+from funcga._tools import load
+from funcga._types import Array
+
+
+def finite(leaves: Sequence[Array | None], backend: Backend) -> Array:
+    """Whether all numbers are finite, as a 0-d array; None is skipped."""
+    if backend.name == "torch":  # without masks of the size of a leaf, and over all shards
+        found: Array = load("finite.in_torch", "finite").finite(leaves)
+        return found
+    xp = backend.arrays.xp
+    all_finite = xp.asarray(True)
+    for leaf in leaves:
+        all_finite = all_finite if leaf is None else xp.isfinite(leaf).all() & all_finite
+    return all_finite

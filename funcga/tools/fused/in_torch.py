@@ -10,9 +10,9 @@ Nothing in torch is replaced. A weight that something else uses as well is left 
 is one whose rows are packed by hooks, as within a checkpoint: they can be unpacked only once.
 """
 
-import threading
-from collections.abc import Sequence
+from collections.abc import Collection
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,10 +28,13 @@ LARGE = 2**19
 LARGE_ON_DEVICE = 2**23
 
 # The last one has no numbers: `funcga.plan` runs a step on it, to count bytes.
-_DENSE = {torch.Tensor, torch.nn.Parameter, _private.FAKE}
+_DENSE = torch.Tensor, torch.nn.Parameter, _private.FAKE
 
 
-class fused_gradients(AbstractContextManager[None]):  # noqa: N801 - used as torch.set_grad_enabled is
+_enabled = ContextVar("_enabled", default=True)
+
+
+class fused_gradients(AbstractContextManager["fused_gradients"]):  # noqa: N801 - used as torch.set_grad_enabled is
     """Sets whether gradients of large weights are added inside of the backward pass, as they are by
     default.
 
@@ -51,20 +54,45 @@ class fused_gradients(AbstractContextManager[None]):  # noqa: N801 - used as tor
     """
 
     def __init__(self, enabled: bool):
-        self.before, _SETTING.enabled = _SETTING.enabled, enabled
-
-    def __enter__(self) -> None:
-        pass
+        self.before = _enabled.set(enabled)
 
     def __exit__(self, *error: object) -> None:
-        _SETTING.enabled = self.before
+        _enabled.reset(self.before)
 
 
-class _Setting(threading.local):
-    enabled = True
+def run(
+    loss: torch.Tensor, cotangent: torch.Tensor, leaves: tuple[torch.Tensor, ...], on_host: bool
+) -> None:
+    """One backward pass that adds the gradients of large weights among the leaves by itself."""
+    # A node of our own: from hooks of the loss other passes may run through the graph.
+    with torch.enable_grad():
+        root: Any = loss.view_as(loss)
+    weights = {id(leaf) for leaf in leaves if _is_large(leaf)}
+    uses = uses_of(root.grad_fn, weights) if weights and _enabled.get() else []
+    fused = {id(use.weight) for use in uses}
+    inputs: list[Any] = [leaf for leaf in leaves if id(leaf) not in fused]
+    tasks = set[int]()
+    handles = [root.grad_fn.register_prehook(lambda _: tasks.add(_private.graph_task()))]
+    try:
+        for use in uses:
+            handles.append(use.node.register_prehook(partial(_add, tasks, use)))
+            inputs.append(GradientEdge(use.node, 0))
+        graphs.run(root, cotangent, tuple(inputs), on_host)
+    finally:
+        # A prehook holds its own node, and after an error no node may live on.
+        for handle in handles:
+            handle.remove()
+        del root, uses, inputs
 
 
-_SETTING = _Setting()
+def _is_large(leaf: torch.Tensor) -> bool:
+    return (
+        leaf.numel() >= (LARGE if leaf.is_cpu else LARGE_ON_DEVICE)
+        and type(leaf) in _DENSE
+        and leaf.is_contiguous()
+        and leaf.grad_dtype in (leaf.dtype, None)
+        and not (_private.has_hooks(leaf) or _private.has_hooks_on_grad(leaf))
+    )
 
 
 class Use(NamedTuple):
@@ -72,120 +100,81 @@ class Use(NamedTuple):
     of the other factor, or of the indices, among what the node has saved.
     """
 
+    weight: torch.Tensor
     node: Any
     saved: str
     is_transposed: bool
 
 
-def run(
-    loss: torch.Tensor, cotangent: torch.Tensor, leaves: tuple[torch.Tensor, ...], on_host: bool
-) -> None:
-    """One backward pass that adds the gradients of large weights among the leaves by itself."""
-    weights = [leaf for leaf in leaves if _is_weight(leaf)] if _SETTING.enabled else []
-    uses = uses_of(loss, weights)
-    if not uses:
-        graphs.run(loss, cotangent, leaves, on_host)
-        return
-    # A node of our own: from hooks of the loss other passes may run through the graph.
-    with torch.enable_grad():
-        root: Any = loss.view_as(loss)
-    tasks = set[int]()
-    handles = [root.grad_fn.register_prehook(lambda _: tasks.add(_private.graph_task()))]
-    inputs: list[Any] = [leaf for leaf in leaves if id(leaf) not in uses]
-    try:
-        for weight in weights:
-            for use in uses.get(id(weight), ()):
-                handles.append(use.node.register_prehook(partial(_add, tasks, weight, use)))
-                inputs.append(GradientEdge(use.node, 0))
-        torch.autograd.backward(root, cotangent, inputs=inputs)
-    finally:
-        # A prehook holds its own node, and after an error no node may live on.
-        for handle in handles:
-            handle.remove()
-        del uses, inputs, root
-
-
-def _is_weight(leaf: torch.Tensor) -> bool:
-    return (
-        leaf.numel() >= (LARGE if leaf.is_cpu else LARGE_ON_DEVICE)
-        and type(leaf) in _DENSE
-        and leaf.ndim == 2
-        and leaf.is_floating_point()
-        and leaf.is_contiguous()
-        and leaf.grad_dtype in (leaf.dtype, None)
-        and not (_private.has_hooks(leaf) or _private.has_hooks_on_grad(leaf))
-    )
-
-
-def uses_of(loss: torch.Tensor, weights: Sequence[torch.Tensor]) -> dict[int, list[Use]]:
-    """What uses each weight, by its id; without those that something else uses, or nothing."""
-    if not weights or loss.grad_fn is None:
-        return {}
-    # Breadth first: the list grows while it is walked through.
-    nodes: list[Any] = [loss.grad_fn]
-    users: dict[Any, list[tuple[Any, int]]] = {}
-    for node in nodes:
-        for position, (after, _) in enumerate(node.next_functions):
-            if after is not None and after not in users:
-                nodes.append(after)
-            users.setdefault(after, []).append((node, position))
-    ids = {*map(id, weights)}
-    ends: list[Any] = [node for node in nodes if type(node) is graphs.AccumulateGrad]
-    found = {id(end.variable): _uses(end, users) for end in ends if id(end.variable) in ids}
-    return {key: uses for key, uses in found.items() if uses}
-
-
-# What may stand between a weight and its use: a transposed view, and the cast of autocast.
-_TRANSPOSED, _CAST = "TBackward0", "ToCopyBackward0"
 # What uses a weight, where that stands among its arguments, and what else it has saved.
 _USES = {
     ("AddmmBackward0", 2): "mat1",
     ("MmBackward0", 1): "self",
     ("EmbeddingBackward0", 0): "indices",
 }
+# What may stand between a weight and its use, and whether that is a transposed view, or the cast of
+# autocast.
+_BETWEEN = {"TBackward0": True, "ToCopyBackward0": False}
 
 
-def _uses(end: Any, users: dict[Any, list[tuple[Any, int]]]) -> list[Use]:
-    """What uses the weight of this node; nothing if a use is of another kind."""
-    uses, waiting = list[Use](), [(end, False)]
-    for node, is_transposed in waiting:
-        for user, position in users.get(node, ()):
-            name, saved = user.name(), _USES.get((user.name(), position))
-            # Of several uses of one cast autograd adds the gradients in the dtype of the cast.
-            if name == _TRANSPOSED or (name == _CAST and len(users[user]) == 1):
-                waiting.append((user, is_transposed ^ (name == _TRANSPOSED)))
-            elif saved and _is_plain(user, saved, is_transposed):
-                uses.append(Use(user, saved, is_transposed))
-            else:
-                return []
-    return uses
+def uses_of(root: Any, weight_ids: Collection[int]) -> list[Use]:
+    """The uses of those weights that are used in no other way."""
+    uses, used_otherwise = list[Use](), set[int]()
+    for node in graphs.nodes_of(root):
+        name: Any = node.name()
+        for position, (source, _) in enumerate(node.next_functions if name not in _BETWEEN else ()):
+            weight, is_transposed = _weight_behind(source)
+            if id(weight) in weight_ids:
+                use = Use(weight, node, _USES.get((name, position), ""), is_transposed)
+                if _is_plain(use):
+                    uses.append(use)
+                else:
+                    used_otherwise.add(id(weight))
+    return [use for use in uses if id(use.weight) not in used_otherwise]
 
 
-def _is_plain(node: Any, saved: str, is_transposed: bool) -> bool:
+def _weight_behind(node: Any, is_transposed: bool = False) -> tuple[Any, bool]:
+    """(the leaf that a node leads to without a use, whether it is transposed there)."""
+    if not node or node.name() not in _BETWEEN:
+        leaf = node.variable if type(node) is graphs.AccumulateGrad else None  # type: ignore[attr-defined]
+        return leaf, is_transposed
+    return _weight_behind(node.next_functions[0][0], is_transposed ^ _BETWEEN[node.name()])
+
+
+def _is_plain(use: Use) -> bool:
+    node = use.node
     # A hook packs what a node has saved within a checkpoint, and only the node itself may unpack
     # it.
-    if getattr(node, f"_raw_saved_{saved}").unpack_hook is not None:
+    if not use.saved or getattr(node, f"_raw_saved_{use.saved}").unpack_hook:
         return False
-    if saved == "indices":
-        return not (is_transposed or node._saved_sparse or node._saved_scale_grad_by_freq)
-    rows = getattr(node, f"_saved_{saved}")
-    is_dense = rows is not None and rows.layout is torch.strided
-    return is_dense and getattr(node, "_saved_alpha", 1) == 1
+    saved = getattr(node, f"_saved_{use.saved}")
+    if saved.layout is not torch.strided or saved.device != use.weight.device:
+        return False
+    if use.saved == "indices":
+        return not (use.is_transposed or node._saved_sparse or node._saved_scale_grad_by_freq)
+    return getattr(node, "_saved_alpha", 1) == 1
 
 
 @torch.no_grad()
-def _add(
-    tasks: set[int], weight: torch.Tensor, use: Use, gradients: tuple[torch.Tensor | None, ...]
-) -> None:
+def _add(tasks: set[int], use: Use, gradients: tuple[torch.Tensor | None, ...]) -> None:
     """Adds what this use contributes to the gradient of a weight, in passes of these tasks."""
-    gradient, total = gradients[0], weight.grad
+    gradient, weight, total = gradients[0], use.weight, use.weight.grad
     if gradient is None or _private.graph_task() not in tasks:
         return
     saved: torch.Tensor = getattr(use.node, f"_saved_{use.saved}")
     if use.saved == "indices":
-        _add_rows(weight, saved, use.node._saved_padding_idx, gradient)
+        if total is None:
+            weight.grad = total = torch.zeros_like(weight)
+        index, rows = saved.reshape(-1), gradient.reshape(-1, total.shape[1]).to(total.dtype)
+        padding = use.node._saved_padding_idx  # a large number where there is none
+        if padding < len(total):
+            rows = rows.masked_fill((index == padding)[:, None], 0)
+        if total.is_cuda:  # where index_add_ adds in any order
+            total.index_put_((index,), rows, accumulate=True)
+        else:
+            total.index_add_(0, index, rows)
         return
-    left, right = (gradient.t(), saved) if use.is_transposed else (saved.t(), gradient)
+    left, right = (gradient.t(), saved.conj()) if use.is_transposed else (saved.mH, gradient)
     if total is None:
         weight.grad = (left @ right).to(weight.dtype)
     elif total.dtype == left.dtype:
@@ -195,18 +184,3 @@ def _add(
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
         total.add_(left @ right)
-
-
-def _add_rows(
-    weight: torch.Tensor, indices: torch.Tensor, padding: int, gradient: torch.Tensor
-) -> None:
-    if weight.grad is None:
-        weight.grad = torch.zeros_like(weight)
-    total, index = weight.grad, indices.reshape(-1)
-    rows = gradient.reshape(-1, gradient.shape[-1]).to(total.dtype)
-    if 0 <= padding < len(weight):  # it is a large number where there is none
-        rows = rows.masked_fill((index == padding)[:, None], 0)
-    if total.is_cuda:  # where index_add_ adds in any order
-        total.index_put_((index,), rows, accumulate=True)
-    else:
-        total.index_add_(0, index, rows)

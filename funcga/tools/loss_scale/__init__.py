@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 from funcga._backend import Backend
 from funcga._backend.dispatch import backend_of
 from funcga._fold import LEAST32, check_quantity, is_quantity
-from funcga._tools import load
 from funcga._transform import DonatingTransform, Traits, Transform, wrapped_transform
 from funcga._transform.apply import Step, UpdateFunction, traits_of
 from funcga._types import Array, Structure, Tree
 from funcga.errors import FuncgaError
+from funcga.tools.finite import finite
 
 
 class LossScaledState(NamedTuple):
@@ -173,11 +173,11 @@ class _ScaledUpdate(UpdateFunction):
 
     def _is_finite(self, leaves: list[Array], backend: Backend) -> Array:
         """Whether the gradients are finite, on all replicas."""
-        finite = load(f"finite.in_{backend.name}", "loss_scaled").finite(leaves)
+        is_finite = finite(leaves, backend)
         if self.across is None:
-            return finite
+            return is_finite
         # All replicas skip the window if any has a gradient that is not finite.
-        infinite = backend.arrays.cast(~finite, backend.arrays.as_dtype("float32"))
+        infinite = backend.arrays.cast(~is_finite, backend.arrays.as_dtype("float32"))
         return (
             backend.replicas.summed(infinite, leaves, backend.replicas.replicas_of(self.across))
             == 0

@@ -13,6 +13,7 @@ from funcga._transform import DonatingTransform, Traits, Transform, read_transfo
 from funcga._transform.apply import UpdateFunction, traits_of, updated
 from funcga._types import Tree
 from funcga.errors import FuncgaError
+from funcga.tools.optimizers.state_in_torch import copies
 from torch_backend import arrays, trees
 from torch_backend._private import pytree
 from torch_backend.arrays import without_overlap
@@ -67,11 +68,9 @@ class _Chain(UpdateFunction):
     @property
     def traits(self) -> Traits:
         """What it says of itself."""
-        traits = [*map(traits_of, self.links)]
-        return Traits(
-            scales=traits[0].scales,
-            takes_weight=any(link_traits.takes_weight for link_traits in traits),
-        )
+        first, *others = map(traits_of, self.links)
+        takes_weight = any(traits.takes_weight for traits in (first, *others))
+        return Traits(first.scales, takes_weight)
 
     def init(self, params: Tree) -> tuple[Tree, ...]:
         """The state before the first update."""
@@ -87,31 +86,24 @@ class _Chain(UpdateFunction):
         extra: dict[str, Any],
     ) -> tuple[Tree, Tree]:
         """The updates of the last link, or the new parameters, and the states of all links."""
-        *first, last = zip(self.links, state, strict=True)
         states = list[Tree]()
-        for link, before in first if into is not None else [*first, last]:
-            function = (
-                link.donated if owned and isinstance(link, DonatingTransform) else link.update
-            )
-            grads, after = function(grads, before, params, **_accepted(link, extra))
+        for number, (link, before) in enumerate(zip(self.links, state, strict=True), 1):
+            into_here = into if number == len(self.links) else None
+            accepted = _accepted(link, extra)
+            grads, after = updated(link, owned, into_here, grads, before, params, accepted)
             states.append(after)
-            if owned and not isinstance(link, DonatingTransform):
+            if owned and into_here is None and not isinstance(link.update, UpdateFunction):
                 # One of others may return its argument, or keep what it returns, or the params.
                 leaves, structure = trees.flatten(grads)
-                copies = pytree.tree_map_only(torch.Tensor, torch.clone, leaves)
-                grads = trees.unflatten(structure, copies)
+                copied = pytree.tree_map_only(torch.Tensor, torch.clone, leaves)
+                grads = trees.unflatten(structure, copied)
                 params = apart(params, states) if into else params
-        if into is None:
-            return grads, tuple(states)
-        link, before = last
-        accepted = _accepted(link, extra)
-        params, after = updated(link, owned, owned, grads, before, params, accepted)
-        return params, (*states, after)
+        return grads, tuple(states)
 
 
 def _accepted(link: Transform, extra: dict[str, Any]) -> dict[str, Any]:
     """The extra arguments that a transform has parameters for."""
-    if not extra:
+    if not extra or isinstance(link.update, UpdateFunction):
         return extra
     parameters = inspect.signature(link.update).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -166,14 +158,10 @@ def clip_grad_norm(
         >>> state.norm
         tensor(50.)
     """
-    _check_limit("max_norm", max_norm)
     clip = partial(
-        utils.clip_grad_norm_,
-        max_norm=max_norm,
-        norm_type=norm_type,
-        error_if_nonfinite=error_if_nonfinite,
+        utils.clip_grad_norm_, norm_type=norm_type, error_if_nonfinite=error_if_nonfinite
     )
-    return _clipping(_no_norm_yet, clip)
+    return _clipping(_no_norm_yet, clip, "max_norm", max_norm)
 
 
 def clip_grad_value(clip_value: float) -> DonatingTransform:
@@ -199,18 +187,28 @@ def clip_grad_value(clip_value: float) -> DonatingTransform:
         >>> updates
         {'w': tensor([ 0.1000, -0.5000])}
     """
-    _check_limit("clip_value", clip_value)
-    return _clipping(_no_state, partial(utils.clip_grad_value_, clip_value=clip_value))
+    return _clipping(_no_state, utils.clip_grad_value_, "clip_value", clip_value)
 
 
-def _check_limit(name: str, limit: float) -> None:
+def _clipping(
+    init: Callable[[Tree], Tree], clip: Callable[..., Any], name: str, limit: float
+) -> DonatingTransform:
+    """The transform of a function that clips the `.grad`s of tensors in place to a limit."""
     if not limit >= 0:  # as NaN is not
         raise FuncgaError(f"{name} is {limit!r}, and must be a number, at least 0: {name}=1.0.")
+    return DonatingTransform(init, _Clipping(partial(clip, **{name: limit})))
 
 
-def _clipping(init: Callable[[Tree], Tree], clip: Callable[..., object]) -> DonatingTransform:
-    """The transform of a function that clips the `.grad`s of parameters in place."""
-    return DonatingTransform(init, _Clipping(clip))
+def _no_state(params: Tree) -> tuple[()]:
+    return ()
+
+
+def _no_norm_yet(params: Tree) -> ClipNormState:
+    tensors = [leaf for leaf in trees.flatten(params)[0] if leaf is not None]
+    is_wide = any(tensor.dtype.to_real() is torch.float64 for tensor in tensors)
+    dtype = torch.float64 if is_wide else torch.float32
+    device = tensors[0].device if tensors else None
+    return ClipNormState(torch.full((), torch.nan, dtype=dtype, device=device))
 
 
 @dataclass(frozen=True)
@@ -229,22 +227,25 @@ class _Clipping(UpdateFunction):
         extra: dict[str, Any],
     ) -> tuple[Tree, Tree]:
         """The clipped gradients, in their own memory if they are `owned`, and the new state."""
-        clipped, state = _clipped(self.clip, owned, grads, state)
-        if into is None:
-            return clipped, state
-        return added(params, clipped, state, bool(into)), state
-
-
-def _no_state(params: Tree) -> tuple[()]:
-    return ()
-
-
-def _no_norm_yet(params: Tree) -> ClipNormState:
-    tensors = [leaf for leaf in trees.flatten(params)[0] if leaf is not None]
-    is_wide = any(tensor.dtype in (torch.float64, torch.complex128) for tensor in tensors)
-    dtype = torch.float64 if is_wide else torch.float32
-    device = tensors[0].device if tensors else None
-    return ClipNormState(torch.full((), torch.nan, dtype=dtype, device=device))
+        # Before graphs are switched off, which would hide a loss around it.
+        check_not_differentiated("clipping", grads)
+        leaves, structure = trees.flatten(grads)
+        with torch.no_grad():
+            detached = [None if leaf is None else leaf.detach() for leaf in leaves]
+            clipped = without_overlap(detached) if owned else copies(detached)
+            present = [grad for grad in clipped if grad is not None]
+            # torch clips the `.grad`s of parameters, which are tensors made for that.
+            holders = [grad.detach() for grad in present]
+            for holder, grad in zip(holders, present, strict=True):
+                holder.grad = grad
+            norm = self.clip(holders)
+        if norm is not None:
+            # The norm of shards is a sum over them that is still to be done. Nothing here makes
+            # the host wait for a device.
+            whole = norm.full_tensor() if is_dtensor(norm) else norm
+            state = ClipNormState(whole.to(torch.promote_types(whole.dtype, torch.float32)))
+        clipped = trees.unflatten(structure, clipped)
+        return clipped if into is None else added(params, clipped, state, into), state
 
 
 def check_not_differentiated(name: str, tree: Tree) -> None:
@@ -258,33 +259,3 @@ def check_not_differentiated(name: str, tree: Tree) -> None:
             "no derivative. Write the update as a function of tensors, such as `p - lr * g`. If it "
             "is a constant for that loss, compute it under torch.no_grad()."
         )
-
-
-def _clipped(clip: Callable[..., Any], owned: bool, grads: Tree, state: Tree) -> tuple[Tree, Tree]:
-    """The clipped gradients, in their own memory if they are `owned`, and the new state."""
-    # Before graphs are switched off, which would hide a loss around it.
-    check_not_differentiated("clipping", grads)
-    leaves, structure = trees.flatten(grads)
-    with torch.no_grad():
-        detached = [None if leaf is None else leaf.detach() for leaf in leaves]
-        clipped = (
-            without_overlap(detached)
-            if owned
-            else pytree.tree_map_only(torch.Tensor, torch.clone, detached)
-        )
-        # torch clips the `.grad`s of parameters in place, so each copy is the `.grad` of a tensor
-        # made for it.
-        norm = clip([_holder(grad) for grad in clipped if grad is not None])
-    if norm is not None:
-        # The norm of shards is a sum over them that is still to be done. Nothing here makes the
-        # host wait for a device.
-        whole = norm.full_tensor() if is_dtensor(norm) else norm
-        state = ClipNormState(whole.to(torch.promote_types(whole.dtype, torch.float32)))
-    return trees.unflatten(structure, clipped), state
-
-
-def _holder(grad: torch.Tensor) -> torch.Tensor:
-    """A tensor whose `.grad` is the gradient."""
-    holder = grad.detach()
-    holder.grad = grad
-    return holder

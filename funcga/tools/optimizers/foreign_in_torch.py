@@ -18,25 +18,23 @@ def checked_step(optimizer: Optimizer, tensors: list[torch.Tensor]) -> None:
         tensor.requires_grad_()  # which it may ask for
     before = _others(optimizer)
     optimizer.step()
-    after, problem = _others(optimizer), ""
-    for name in before.keys() & after.keys():  # an attribute that is new is a cache
-        if after[name] != before[name]:
-            problem = (
-                f"a step changes its `{name}`, which belongs to no parameter, so that it is in no "
-                "state, and a pure update would lose it"
-            )
+    after = _others(optimizer)
+    # An attribute that is new is a cache.
+    changed = [name for name in before.keys() & after.keys() if after[name] != before[name]]
+    problem = "it keeps the memory of the parameter itself, which a pure update cannot follow"
+    for name in changed:
+        problem = (
+            f"a step changes its `{name}`, which belongs to no parameter, so that it is in no "
+            "state, and a pure update would lose it"
+        )
     for tensor in tensors:
         tensor.requires_grad_(False)
         # The address of what has no elements is 0.
-        if storages(tensor) & storages(optimizer.state.get(tensor)) - {0}:
-            problem = (
-                "it keeps the memory of the parameter itself, which a pure update cannot follow"
+        if changed or storages(tensor) & storages(optimizer.state.get(tensor)) - {0}:
+            raise FuncgaError(
+                f"{type(optimizer).__name__} is no pure update: {problem}. Keep optimizer.step() "
+                "and give it gradients: torch_backend.assign_grads(params, grads)."
             )
-    if problem:
-        raise FuncgaError(
-            f"{type(optimizer).__name__} is no pure update: {problem}. Keep optimizer.step() "
-            "and give it gradients: torch_backend.assign_grads(params, grads)."
-        )
 
 
 def _others(optimizer: Optimizer) -> dict[str, Any]:

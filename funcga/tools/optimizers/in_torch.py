@@ -3,6 +3,7 @@
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import compress
 from typing import Any
 
@@ -21,11 +22,10 @@ from funcga.tools.optimizers.state_in_torch import (
     Number,
     OptimizerState,
     Slot,
-    all_with_strides_of,
-    check_state,
     copies,
     order_of_paths,
-    stored,
+    with_strides_of,
+    with_tensors,
     writable,
 )
 from torch_backend import arrays, trees
@@ -115,34 +115,26 @@ class _Update(UpdateFunction):
 
     options: Options
 
-    @property
-    def traits(self) -> Traits:
-        """Its traits."""
-        # What groups(name) returns is not known here.
-        takes = self.options.groups is not None or self.options.take_weight([])
-        return Traits(takes_weight=takes)
+    traits = Traits(takes_weight=True)  # which is read from a device only where an option asks
 
     @torch.no_grad()
     def init(self, params: Tree) -> OptimizerState:
         """The state before the first update: zeros like all that a step keeps."""
         check_not_differentiated("an optimizer of torch", params)
         leaves, structure = trees.flatten(params)
+        tree = partial(trees.unflatten, structure)
+        zeros = pytree.tree_map_only(torch.Tensor, torch.zeros_like, leaves)
         takes_weight = self.options.take_weight(self.options.grouped(params))
         state = OptimizerState(
             arrays.cast(0, torch.int32),
-            trees.unflatten(structure, [{} for _ in leaves]),
+            tree([{} for _ in leaves]),
             torch.zeros(len(leaves), dtype=torch.bool, device="cpu"),
-            torch.tensor(torch.nan, dtype=torch.float64, device="cpu") if takes_weight else (),
+            _host_number(torch.nan) if takes_weight else (),
         )
         # Zeros are parameters and gradients at once: this takes no more than one copy of them.
-        zeros = trees.unflatten(
-            structure, pytree.tree_map_only(torch.Tensor, torch.zeros_like, leaves)
-        )
-        _, after = self.stepped(False, True, zeros, state, zeros, {"weight": 1.0})
-        slots = pytree.tree_map_only(
-            torch.Tensor, torch.zero_, matched(after.slots, params, "slots")
-        )
-        return state._replace(slots=trees.unflatten(structure, slots))
+        _, after = self.stepped(False, True, tree(zeros), state, tree(zeros), {"weight": 1.0})
+        slots = matched(after.slots, params, "slots")
+        return state._replace(slots=tree(pytree.tree_map_only(torch.Tensor, torch.zero_, slots)))
 
     def stepped(
         self,
@@ -161,7 +153,7 @@ class _Update(UpdateFunction):
                 "accumulate returns."
             )
         check_not_differentiated("an optimizer of torch", (grads, params))
-        check_state(state, params)
+        _check_state(state, params)
         leaves, structure = trees.flatten(params)
         gradients = matched(grads, params, "grads")
         with torch.no_grad():
@@ -177,6 +169,8 @@ class _Update(UpdateFunction):
             # step and a state.
             tensors = arrays.without_overlap(aliases) if into else copies(aliases)
             after = self._step(tensors, gradients, state, params, owned, extra.get("weight"))
+            for tensor in tensors:
+                tensor.grad = None
             if into is None:
                 # The copies become the updates, so that no memory is needed for these. One that was
                 # skipped is not subtracted: an infinite parameter less itself is NaN.
@@ -204,26 +198,26 @@ class _Update(UpdateFunction):
         """
         slots, flags = matched(state.slots, params, "state.slots"), state.started.tolist()
         # Flags are kept in the order of the paths: a file may return dicts in another order.
-        pairs = zip(order_of_paths(flags, params), flags, strict=True)
-        started = [flag for _, flag in sorted(pairs)]
+        started = [
+            flag for _, flag in sorted(zip(order_of_paths(flags, params), flags, strict=True))
+        ]
+        optimizer = self.options.build(params, tensors, int(state.count), weight)
         # A slot is used from its parameter's first update on.
         used = [slot if begun else {} for slot, begun in zip(slots, started, strict=True)]
-        optimizer = self.options.build(params, tensors, int(state.count), weight)
-        kept = self._run(optimizer, tensors, grads, writable(used, tensors, owned), owned)
-        # A parameter without a gradient is skipped. Until it has had one, its slot is that of init.
+        laid = with_strides_of(grads, tensors)
+        if self.options.writes_to_gradients(optimizer):
+            laid = arrays.without_overlap(laid if owned else copies(laid))
+        kept = self._run(optimizer, tensors, laid, writable(used, tensors, owned))
         for index, slot in enumerate(slots):
             if not started[index]:
-                started[index] = grads[index] is not None or bool(kept[index]) or not slot
-                unused = slot if owned else pytree.tree_map_only(torch.Tensor, torch.clone, slot)
-                kept[index] = kept[index] or unused
+                started[index] = bool(kept[index]) or not slot
+                kept[index] = kept[index] or writable([slot], [tensors[index]], owned)[0]
         flags = [started[index] for index in order_of_paths(started, params)]
         return OptimizerState(
             state.count + 1,
             trees.unflatten(trees.flatten(params)[1], kept),
             torch.tensor(flags, dtype=torch.bool, device="cpu"),
-            torch.tensor(float(weight), dtype=torch.float64, device="cpu")
-            if isinstance(state.weight, torch.Tensor) and weight is not None
-            else state.weight,
+            state.weight if state.weight == () else _host_number(weight),
         )
 
     def _run(
@@ -232,37 +226,46 @@ class _Update(UpdateFunction):
         tensors: list[torch.Tensor],
         grads: list[torch.Tensor | None],
         slots: list[Slot],
-        owned: bool,
     ) -> list[Slot]:
         """Takes a step, and returns what the optimizer keeps for each tensor."""
-        laid = all_with_strides_of(grads, tensors)
-        # Of torch's own only SGD with nesterov writes to gradients, in its foreach form.
-        if not self.options.is_stock or (
-            isinstance(optimizer, torch.optim.SGD)
-            and any(group["nesterov"] for group in optimizer.param_groups)
-        ):
-            ours = laid if owned else pytree.tree_map_only(torch.Tensor, torch.clone, laid)
-            laid = arrays.without_overlap(ours)
-        for tensor, grad, slot in zip(tensors, laid, slots, strict=True):
+        before = [[*slot] for slot in slots]
+        for tensor, grad, slot in zip(tensors, grads, slots, strict=True):
             tensor.grad = grad
             if slot:
                 optimizer.state[tensor] = slot
-        lengths = [*map(len, slots)]
-        if self.options.is_stock:
-            optimizer.step()
-        else:
+        if not self.options.is_stock:
             checked_step(optimizer, tensors)
-        for tensor in tensors:
-            tensor.grad = None
-        # A key that a step of torch's adds to a slot in use was missing there.
-        for length, slot in zip(lengths, slots, strict=True):
-            if self.options.is_stock and 0 < length < len(slot):
+            return with_tensors([optimizer.state.get(tensor, {}) for tensor in tensors])
+        optimizer.step()
+        kept: list[Slot] = [optimizer.state.get(tensor, {}) for tensor in tensors]
+        for names, slot in zip(before, kept, strict=True):
+            if names and names != [*slot]:
                 raise FuncgaError(
-                    f"the state has {', '.join([*slot][:length])}, and {type(optimizer).__name__} "
-                    f"looks for {[*slot][length]} there: it is the state of another optimizer, or "
-                    "of other options. Begin with state = tx.init(params)."
+                    f"the state has {', '.join(names)}, and after a step of "
+                    f"{type(optimizer).__name__} {', '.join(slot)}: it is the state of another "
+                    "optimizer, or of other options. Begin with state = tx.init(params)."
                 )
-        return [stored(optimizer.state.get(tensor, {})) for tensor in tensors]
+        return kept
+
+
+def _host_number(number: float) -> torch.Tensor:
+    return torch.tensor(float(number), dtype=torch.float64, device="cpu")
+
+
+def _check_state(state: object, params: Tree) -> None:
+    """Raises FuncgaError for anything but a state of from_optimizer, or if params are missing."""
+    if params is None:
+        raise FuncgaError(
+            "params are missing, and the step of a torch optimizer starts from them: "
+            "tx.update(grads, state, params)."
+        )
+    if not isinstance(state, OptimizerState):
+        raise FuncgaError(
+            f"state is {arrays.describe(state)}, and should be what init or the update before "
+            "returned: state = tx.init(params); updates, state = tx.update(grads, state, params). "
+            "A chain has it at the optimizer's position, and multi_steps in `inner`: "
+            "state.inner[1]."
+        )
 
 
 def last_options(tx: Transform, state: OptimizerState, params: Tree) -> list[dict[str, Any]]:
@@ -293,7 +296,7 @@ def last_options(tx: Transform, state: OptimizerState, params: Tree) -> list[dic
         >>> torch_backend.last_options(tx, state, params)[0]["lr"]
         0.25
     """
-    check_state(state, params)
+    _check_state(state, params)
     if not state.count:
         raise FuncgaError(
             "the state is that before the first update, so there are no last options. Read them "

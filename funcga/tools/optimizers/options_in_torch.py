@@ -44,10 +44,13 @@ class Options:
 
     @property
     def is_stock(self) -> bool:
-        """Whether the optimizer is one of torch.optim. These write only to parameters and state,
-        and SGD to gradients; others are checked at every step.
-        """
+        """Whether the optimizer is one of torch.optim; others are checked at every step."""
         return self.optimizer.__module__.startswith("torch.optim")
+
+    def writes_to_gradients(self, optimizer: Optimizer) -> bool:
+        """Whether a step may; of torch's own only SGD does, with nesterov in its foreach form."""
+        groups = optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else []
+        return not self.is_stock or any(group["nesterov"] for group in groups)
 
     def take_weight(self, groups: Groups) -> bool:
         """Whether an option, for all or of a group, is a function of the weight of a window."""
@@ -62,22 +65,19 @@ class Options:
         leaves, structure = trees.flatten(params)
         like = structure, [leaf is None for leaf in leaves]
         last, groups = self.kept.get("groups", (None, []))
-        if last == like:
-            return groups  # type: ignore[no-any-return]
-        groups = []
-        for index, (name, leaf) in enumerate(paths_and_leaves(params, trees.children)):
-            if leaf is None:
-                continue
-            own = {} if self.groups is None else {**self.groups(name)}
-            # Options are compared, not hashed: they may be tensors or lists.
-            alike = [indices for options, indices in groups if options == own]
-            if alike:
-                alike[0].append(index)
-            else:
-                groups.append((own, [index]))
-        groups = groups or [({}, [])]
-        self.kept["groups"] = like, groups
-        return groups
+        if last != like:
+            groups = []
+            for index, (name, leaf) in enumerate(paths_and_leaves(params, trees.children)):
+                own = {} if self.groups is None else {**self.groups(name)}
+                # Options are compared, not hashed: they may be tensors or lists.
+                alike = [members for options, members in groups if options == own]
+                if leaf is not None and alike:
+                    alike[0].append(index)
+                elif leaf is not None:
+                    groups.append((own, [index]))
+            groups = groups or [({}, [])]
+            self.kept["groups"] = like, groups
+        return groups  # type: ignore[no-any-return]
 
     def build(
         self, params: Tree, tensors: list[torch.Tensor], count: int, weight: object
@@ -95,10 +95,9 @@ class Options:
             for (own, _), of_group in zip(groups, members, strict=True)
         ]
         optimizer = self.optimizer(made, **_at(self.options, count, weight))
-        names = [name for own, _ in groups for name in own if name not in optimizer.defaults]
-        if names:
+        for name in [name for own, _ in groups for name in own if name not in optimizer.defaults]:
             raise FuncgaError(
-                f"groups gives `{names[0]}`, which is no option of {self.optimizer.__name__}: its "
+                f"groups gives `{name}`, which is no option of {self.optimizer.__name__}: its "
                 f"options are {', '.join(optimizer.defaults)}."
             )
         if self.scheduler is not None:
@@ -126,10 +125,9 @@ class Options:
         for _ in range(updates, count):
             scheduler.step()
         self.kept["scheduler"] = began_with, scheduler, count
-        for group, options in zip(
-            optimizer.param_groups, options_of(scheduler.optimizer), strict=True
-        ):
-            group.update(deepcopy(options))
+        options = deepcopy(options_of(scheduler.optimizer))
+        for group, of_group in zip(optimizer.param_groups, options, strict=True):
+            group.update(of_group)
 
 
 class _OnlyOptions(Optimizer):
@@ -144,20 +142,17 @@ def options_of(optimizer: Optimizer) -> list[Group]:
     return [{name: group[name] for name in optimizer.defaults} for group in optimizer.param_groups]
 
 
-def _at(options: Mapping[str, object], count: int, weight: object) -> Group:
+def _at(options: Mapping[str, object], count: int, weight: Any) -> Group:
     result = {**options}
     for name, value in options.items():
-        if not callable(value):
-            continue
-        if not takes_weight(value):
+        if callable(value) and not takes_weight(value):
             result[name] = value(count)
-            continue
-        number = weight.item() if isinstance(weight, torch.Tensor) else weight
-        if number in (None, ()):
-            raise FuncgaError(
-                f"the option {name} is a function of the window's weight, and the update was given "
-                "none. Say it, tx.update(grads, state, params, weight=tokens), or let "
-                "funcga.multi_steps(tx, n) add up the weights of its micro-batches."
-            )
-        result[name] = value(count, weight=number)
+        elif callable(value):
+            if weight is None or weight == ():
+                raise FuncgaError(
+                    f"the option {name} is a function of the window's weight, and the update was "
+                    "given none. Say it, tx.update(grads, state, params, weight=tokens), or let "
+                    "funcga.multi_steps(tx, n) add up the weights of its micro-batches."
+                )
+            result[name] = value(count, weight=getattr(weight, "item", lambda: weight)())
     return result

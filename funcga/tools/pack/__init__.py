@@ -10,7 +10,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable
 from heapq import heapreplace
-from typing import SupportsFloat, SupportsIndex
+from typing import Any, SupportsFloat, SupportsIndex
 
 from funcga.errors import FuncgaError
 
@@ -66,7 +66,8 @@ def pack(
         row numbers in ascending order.
 
     Raises:
-        FuncgaError: A row costs more than the budget, there is no row, or an argument is invalid.
+        FuncgaError: A row costs more than the budget, there is no row, or a number is too small.
+            Anything that is not a number is refused by Python.
 
     Example:
         >>> lengths = [7, 2, 5, 3, 3, 1, 4]
@@ -75,16 +76,11 @@ def pack(
         >>> funcga.pack(lengths, budget=9, replicas=2)
         [[[0], [3, 4]], [[2, 5], [1, 6]]]
     """
-    most, count = _whole(_number(budget)), _number(replicas)
-    if not most > 0:
+    most, count = _number(budget), operator.index(replicas)
+    if not (most > 0 and count > 0):
         raise FuncgaError(
-            f"budget is {budget!r}: it must be a number above 0, of the tokens of a micro-batch or "
-            "of what they cost. Write budget=8192."
-        )
-    if not (isinstance(count, int) and count > 0):
-        raise FuncgaError(
-            f"replicas is {replicas!r}: it must be an int, at least 1. Write "
-            "replicas=dist.get_world_size(), or leave it out for one process."
+            f"budget is {budget!r} and replicas is {replicas!r}: the budget is a number above 0, "
+            "of the tokens of a micro-batch or of what they cost, and there is at least 1 replica."
         )
     costs = [_cost(row, length, cost) for row, length in enumerate(lengths)]
     if not costs:
@@ -115,40 +111,25 @@ def pack(
     return packs
 
 
-def _number(value: object) -> float:
-    """The value as an int, exactly, or as a float; NaN if it is no number."""
+def _number(value: Any) -> float:
+    """The value, as an int if it has no fraction, since ints are added up exactly."""
     try:
-        return operator.index(value)  # type: ignore[arg-type]
+        return operator.index(value)
     except TypeError:
-        pass
-    try:
-        return float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        return math.nan
-
-
-def _whole(number: float) -> float:
-    """The number, as an int if it has no fraction, since ints are added up exactly."""
+        number = float(value)
     return int(number) if number == number // 1 < math.inf else number
 
 
-def _cost(row: int, length: object, cost: Callable[[int], SupportsFloat] | None) -> float:
+def _cost(row: int, length: SupportsIndex, cost: Callable[[int], SupportsFloat] | None) -> float:
     """What a row costs. Raises FuncgaError, which names the row."""
-    tokens = _number(length)
-    if not (isinstance(tokens, int) and tokens >= 0):
+    tokens = operator.index(length)
+    number = _number(tokens if cost is None else cost(tokens))
+    if not (tokens >= 0 and 0 <= number < math.inf):
         raise FuncgaError(
-            f"the length of row {row} is {length!r:.40}: it must be an int, at least 0. Pass "
-            "numbers of tokens: [len(row) for row in rows]."
-        )
-    if cost is None:
-        return tokens
-    found = cost(tokens)
-    if not 0 <= (number := _number(found)) < math.inf:
-        raise FuncgaError(
-            f"cost({tokens}) of row {row} is {found!r}: it must be a finite number, at least 0. "
+            f"row {row} has {tokens} tokens and costs {number}: both are at least 0, and finite. "
             "Write cost=lambda length: length**2, or leave it out for tokens."
         )
-    return _whole(number)
+    return number
 
 
 def _weight(rows: Rows) -> float:

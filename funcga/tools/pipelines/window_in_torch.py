@@ -31,7 +31,6 @@ from torch_backend.arrays import recording, recording_loss
 from torch_backend.engine.distributed import with_a_blank_row
 from torch_backend.modules.checks import check_not_wrapped
 from torch_backend.reduce import Reduction, reductions_of
-from torch_backend.reduce.agreement import progress_of
 from torch_backend.reduce.header import nothing_to_fold
 from torch_backend.replicas import Replicas, channel_of, check_alike
 from torch_backend.wrapped.ddp import DDP
@@ -71,8 +70,7 @@ class PipelineWindow(OwnGrads):
             self.reductions = reductions_of(replace(program, across=across), backend)
         # The processes that have the stages merge nothing, and meet before each step of the
         # schedule.
-        progress = progress_of(program.memory)
-        self.stages = Reduction(progress, Replicas(gradient.pipeline.group))
+        self.stages = Reduction(program.memory, Replicas(gradient.pipeline.group))
         every = [self.stages, *self.reductions]
         super().__init__(program, gradient, backend, arguments, every)
         self.pipeline = gradient.pipeline

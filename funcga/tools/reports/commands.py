@@ -133,7 +133,7 @@ def versions() -> dict[str, str]:
 def devices() -> dict[str, list[str]]:
     """The devices of each framework that is installed, which this imports."""
     return {
-        name: importlib.import_module(f"{name}_backend.arrays").devices()
+        name: importlib.import_module(f"funcga.tools.trees.in_{name}").devices()
         for name in ("torch", "jax")
         if _is_found(name)
     }

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from funcga._types import LossFn
-from funcga.errors import FuncgaError, similar
+from funcga.errors import FuncgaError
 from funcga.normalizers import Pooled
 from funcga.statistics import checked, update
 from torch_backend import _private, arrays
@@ -91,36 +91,24 @@ def _watching(layers: Mapping[str, nn.BatchNorm1d], counts: dict[str, int]) -> I
 def _leaf(name: str, layer: nn.BatchNorm1d, count: int | None) -> torch.Tensor:
     """Count, mean and population variance of the micro-batch; `count` is None if it did not run."""
     running_mean, running_var = layer.running_mean, layer.running_var
-    batches = layer.num_batches_tracked
+    batches: Any = layer.num_batches_tracked
     assert running_mean is not None
     assert running_var is not None
     # Two witnesses have to agree on whether the layer ran: the hook, and the number of batches,
     # which only its own forward() adds to. The kernel's writes to the statistics raise no version.
-    if batches is not None and not batches.is_inference():
-        is_updated = _private.version(batches) > 0
-        if is_updated != (count is not None):
-            raise _unknown(name, count is not None)
+    has_version = batches is not None and not batches.is_inference()
+    if has_version and (_private.version(batches) > 0) != (count is not None):
+        raise FuncgaError(
+            f"what the BatchNorm layer `{name}` saw of the micro-batch is not known: its forward() "
+            "is not that of torch.nn.BatchNorm, or was called by name, or compiled by itself. Call "
+            "the layer as it is, layer(x), or thread the buffers: "
+            "pure_loss(module, loss_fn, buffers=True)."
+        )
     dtype, count = arrays.accumulator_dtype(running_mean.dtype), count or 0
     mean, variance = running_mean.detach().to(dtype), running_var.detach().to(dtype)
     # Torch writes the unbiased variance; a fold needs that of the population.
     biased = variance * ((count - 1) / count) if count else variance
     return torch.stack((torch.full_like(mean, count), mean, biased))
-
-
-def _unknown(name: str, ran: bool) -> FuncgaError:
-    why = (
-        "it ran and did not update its running statistics, as a forward pass of your own may not. "
-        "Use that of torch.nn.BatchNorm"
-        if ran
-        else (
-            "it ran without its hooks, as one does whose forward() is called by name, or that was "
-            "compiled by itself. Call the layer as it is, layer(x)"
-        )
-    )
-    return FuncgaError(
-        f"what the BatchNorm layer `{name}` saw of the micro-batch is not known: {why}, or thread "
-        "the buffers: pure_loss(module, loss_fn, buffers=True)."
-    )
 
 
 def _watched_layers(module: nn.Module) -> dict[str, nn.BatchNorm1d]:
@@ -162,7 +150,8 @@ def running_buffers(module: nn.Module, pooled: Mapping[str, Pooled]) -> dict[str
         `{name of the buffer: tensor}`, new tensors in the buffers' dtypes.
 
     Raises:
-        FuncgaError: for layers that the module does not have, and for anything that is not pooled.
+        FuncgaError: for anything that is not pooled, or has another shape than the layer's.
+        KeyError: for layers that the module does not have.
 
     Example:
         >>> model = nn.BatchNorm1d(3)
@@ -174,26 +163,14 @@ def running_buffers(module: nn.Module, pooled: Mapping[str, Pooled]) -> dict[str
         >>> sorted(torch_backend.running_buffers(model, statistics))
         ['num_batches_tracked', 'running_mean', 'running_var']
     """
-    tracking = {
+    layers = {
         name: layer
         for name, layer in module.named_modules(remove_duplicate=False)
         if _tracks(layer)
     }
-    if not isinstance(pooled, Mapping):
-        raise FuncgaError(
-            f"the pooled statistics are of type {type(pooled).__name__}; they are a dict of a "
-            "layer's name to a Pooled, as accumulate returns of pure_loss(module, loss_fn, "
-            "statistics=True)."
-        )
     after: dict[str, torch.Tensor] = {}
     for name, statistics in pooled.items():
-        if name not in tracking:
-            raise FuncgaError(
-                f"the module has no `{name}`{similar(name, tracking)} among its BatchNorm layers "
-                "with running statistics: "
-                f"{', '.join(f'`{layer}`' for layer in tracking) or 'there is none'}."
-            )
-        buffers = _after_one_more(name, tracking[name], statistics)
+        buffers = _after_one_more(name, layers[name], statistics)
         after |= {f"{name}.{key}" if name else key: value for key, value in buffers.items()}
     return after
 

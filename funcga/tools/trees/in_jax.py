@@ -13,6 +13,7 @@ from funcga._types import Array, Dtype
 from funcga.tools.trees import ExportError, Extent, Transfer
 from jax_backend import _private, arrays
 from jax_backend.arrays import device as device
+from jax_backend.arrays import devices as devices
 
 Place: TypeAlias = jax.Device | jax.sharding.Sharding
 

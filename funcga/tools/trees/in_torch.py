@@ -11,16 +11,29 @@ from torch.nn.parameter import is_lazy
 from torch.utils import dlpack
 
 from funcga._types import Array
-from funcga.errors import needs_numpy
+from funcga.errors import needs_numpy, no_device
 from funcga.tools.trees import ExportError, Extent, Transfer, extent
 from torch_backend import arrays
-from torch_backend.arrays import device as device
 from torch_backend.dtensor import is_dtensor, local
 
 
 def platforms() -> set[str]:
     """The kinds of devices from which this framework imports by DLPack: 'cpu', 'gpu' and so on."""
     return {"cpu", "gpu"} if torch.cuda.is_available() else {"cpu"}
+
+
+def device(name: object) -> torch.device:
+    """The device of this name; FuncgaError, which says what there is, if there is none."""
+    try:
+        return torch.empty(0, device=name).device  # type: ignore[call-overload, no-any-return]
+    except (AssertionError, NotImplementedError, RuntimeError, TypeError) as error:
+        raise no_device(name, "torch", devices()) from error
+
+
+def devices() -> list[str]:
+    """The names of the devices that there are."""
+    accelerator = torch.accelerator.current_accelerator()
+    return ["cpu", *[f"{accelerator}:{index}" for index in range(torch.accelerator.device_count())]]
 
 
 def export_array(leaf: torch.Tensor, platforms: set[str]) -> Transfer:

@@ -9,13 +9,12 @@ from torch.nn import utils
 
 import funcga
 import torch_backend
+from funcga._transform.apply import UpdateFunction
 from funcga.transforms import Transform
 from tests.kits import needs_cuda, no_synchronisation
 from tests.test_errors import check_refused
 from tests.torch_backend.optim.test_from_optimizer import problem, same
 from torch_backend import chain, clip_grad_norm, clip_grad_value, from_optimizer
-
-DonatingTransform = type(clip_grad_value(1.0))
 
 
 def identity(grads, state, params):
@@ -78,23 +77,27 @@ def test_a_chain_inside_of_a_loss_that_is_differentiated(donate):
     torch.testing.assert_close(torch.func.grad(outer)(w), by_hand)
 
 
+class Spy(UpdateFunction):
+    """Clips, and notes whether what it was given is its own."""
+
+    def __init__(self, name, seen):
+        self.clip, self.name, self.seen = clip_grad_value(1.0).update, name, seen
+
+    def stepped(self, owned, *args):
+        self.seen.append((self.name, owned))
+        return self.clip.stepped(owned, *args)
+
+
 def test_what_is_handed_on_is_not_copied():
     seen = []
-
-    def spying(kind):
-        clip = clip_grad_value(1.0)
-        spy = lambda name: lambda *args, **extra: seen.append((kind, name)) or getattr(clip, name)(*args, **extra)
-        update = spy("update")
-        update.donated = spy("donated")
-        return DonatingTransform(lambda params: torch.ones(1) if kind == "state" else (), update)
-
+    spying = lambda kind: Transform(lambda params: torch.ones(1) if kind == "state" else (), Spy(kind, seen))
     tx = chain(spying("a"), spying("b"), spying("state"), (lambda p: (), identity), spying("c"))
     state = tx.init([torch.ones(2)])
     tx.update([torch.ones(2)], state, None)
-    assert seen == [("a", "update"), ("b", "update"), ("state", "update"), ("c", "update")]
+    assert seen == [("a", False), ("b", False), ("state", False), ("c", False)]
     seen.clear()
     tx.donated([torch.ones(2)], state, None)
-    assert seen == [("a", "donated"), ("b", "donated"), ("state", "donated"), ("c", "donated")]
+    assert seen == [("a", True), ("b", True), ("state", True), ("c", True)]
 
 
 def test_extra_arguments_go_to_those_that_know_them():

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.function import BackwardCFunction
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 from funcga.errors import FuncgaError
 from torch_backend import _private
@@ -56,16 +55,15 @@ def noted(seen: Seen, leaves: Sequence[torch.Tensor]) -> Iterator[None]:
     own = {*map(memory_of, leaves)}
 
     def note(module: nn.Module, args: object) -> None:
-        tensors = [p for p in module._parameters.values() if p is not None]
-        others = {*map(memory_of, tensors)} - own
+        others = {*map(memory_of, module.parameters(recurse=False))} - own
         if others:
             seen.setdefault(module, set()).update(others)
 
-    handle = register_module_forward_pre_hook(note)
+    _private.FORWARD_PRE_HOOKS[note] = note
     try:
         yield
     finally:
-        handle.remove()
+        del _private.FORWARD_PRE_HOOKS[note]
 
 
 @dataclass(eq=False)
@@ -114,17 +112,14 @@ class Watch:
                 "step had no such function. Make the step anew where the loss changes so: "
                 "step = funcga.accumulate(grad_fn, n); or use use_reentrant=False."
             )
-        seen = None
-        if self.seen is not None and (module in self.seen or not self.keeps_parameters):
-            seen = self.seen.get(module, set())
+        others = None if self.seen is None else self.seen.get(module)
+        is_trusted = others is None and (self.seen is None or self.keeps_parameters)
         ids, places = self.own
-        for tensor in module._parameters.values():
-            if tensor is None:
-                continue
+        for tensor in module.parameters(recurse=False):
             where = memory_of(tensor)
-            # A reentrant checkpoint leaves the gradient in the module's own parameter.
-            is_right = seen is None or where in seen
+            is_right = is_trusted or where in (others or ())
             if where in places:
+                # A reentrant checkpoint leaves the gradient in the module's own parameter.
                 is_right = id(tensor) in ids or not in_function
             if not is_right:
                 raise recomputed()

@@ -1,21 +1,18 @@
 """No parameter is written to in a window, and no sum but by the window's own backward passes."""
 
-from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
 from funcga.errors import FuncgaError
 from torch_backend import _private
-from torch_backend.gradients import switched_off
 
 
 def check(window: Any) -> None:
     """Raises FuncgaError if a Window has changed a parameter, or the module."""
     own, visits, inputs = window.own, window.visits, window.inputs
-    pairs = zip(inputs, window.versions, map(_private.version, inputs), strict=True)
-    written_to = {id(leaf) for leaf, first, last in pairs if first != last}
+    pairs = zip(inputs, window.versions, strict=True)
+    written_to = {id(leaf) for leaf, version in pairs if _private.version(leaf) != version}
     if written_to and own is not None:
         for layer in own.module.modules():  # which may shorten rows themselves
             if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.max_norm is not None:
@@ -26,20 +23,16 @@ def check(window: Any) -> None:
             "the gradients of its micro-batches were taken at different parameter values. Write to "
             "a copy, `p = p + ...`, and update the parameters when the window is done."
         )
-    if own is not None and own.walk.trainable(own.module) is not own.params:
-        raise other_parameters()
-    if visits is not None and visits.loss.walk.through(visits.loss.module) is not visits.parts:
-        raise other_parameters()
-
-
-def other_parameters() -> FuncgaError:
-    """The error for a module that has other parts or parameters than at the start of the window."""
-    return FuncgaError(
-        "the module got other layers or parameters during the window, or some were frozen: the "
-        "gradients of its micro-batches are not those of one model. Change the module between two "
-        "calls of the step; where another thread uses it, give each thread a module of its own: "
-        "copy.deepcopy(module)."
-    )
+    is_same = own is None or own.walk.trainable(own.module) is own.params
+    if visits is not None:
+        is_same = visits.loss.walk.through(visits.loss.module) is visits.parts
+    if not is_same:
+        raise FuncgaError(
+            "the module got other layers or parameters during the window, or some were frozen: the "
+            "gradients of its micro-batches are not those of one model. Change the module between "
+            "two calls of the step; where another thread uses it, give each thread a module of its "
+            "own: copy.deepcopy(module)."
+        )
 
 
 def other_hooks() -> FuncgaError:
@@ -48,12 +41,6 @@ def other_hooks() -> FuncgaError:
         "a parameter got a hook of register_hook during the window, or lost one, which saw only a "
         "part of its micro-batches. Put hooks on parameters between two calls of the step."
     )
-
-
-def explain(error: RuntimeError, leaves: Sequence[torch.Tensor]) -> None:
-    """Raises FuncgaError for an error of a backward pass to leaves that a loss has switched off."""
-    if not all(leaf.requires_grad for leaf in leaves):
-        raise switched_off() from error
 
 
 def grads_changed() -> FuncgaError:

@@ -1,8 +1,8 @@
 """Parameters that were given, and require grad themselves: their `.grad`s stay as they are."""
 
 import operator
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,33 +14,30 @@ from torch_backend.engine.guards.unchanged import other_hooks
 _GRAD = operator.attrgetter("grad")
 
 
-class grads_watched(AbstractContextManager[None]):  # noqa: N801 - a context, as torch.no_grad
-    """A context at whose end FuncgaError is raised if the `.grad` of one of these was changed.
+@contextmanager
+def grads_watched(originals: Iterable[Any]) -> Iterator[None]:
+    """A context at whose end FuncgaError is raised if the `.grad` of one of these was changed, or
+    one got a hook.
 
-    One that was replaced is put back, after an error too.
+    A `.grad` that was replaced is put back, after an error too.
     """
-
-    def __init__(self, originals: Iterable[Any]):
-        tensors = [tensor for tensor in originals if isinstance(tensor, torch.Tensor)]
-        self.leaves = [t for t in tensors if t.requires_grad and t.is_leaf]
-
-    def __enter__(self) -> None:
-        self.grads = [*map(_GRAD, self.leaves)]
-        self.present = [gradient for gradient in self.grads if gradient is not None]
-        self.writes = sum(map(_private.version, self.present))
-        self.hooked = any(map(_private.has_hooks, self.leaves))
-
-    def __exit__(self, kind: object, *error: object) -> None:
-        is_replaced = any(map(operator.is_not, map(_GRAD, self.leaves), self.grads))
-        for leaf, gradient in zip(self.leaves, self.grads, strict=True) if is_replaced else ():
+    tensors = [tensor for tensor in originals if isinstance(tensor, torch.Tensor)]
+    leaves = [tensor for tensor in tensors if tensor.requires_grad and tensor.is_leaf]
+    grads = [*map(_GRAD, leaves)]
+    present = [gradient for gradient in grads if gradient is not None]
+    writes, hooked = sum(map(_private.version, present)), any(map(_private.has_hooks, leaves))
+    try:
+        yield
+    finally:
+        is_replaced = any(map(operator.is_not, map(_GRAD, leaves), grads))
+        for leaf, gradient in zip(leaves, grads, strict=True) if is_replaced else ():
             leaf.grad = gradient
-        if kind is None and any(map(_private.has_hooks, self.leaves)) != self.hooked:
-            raise other_hooks()
-        is_written = sum(map(_private.version, self.present)) != self.writes
-        if kind is None and (is_replaced or is_written):
-            raise FuncgaError(
-                "a parameter's .grad changed during the call: loss_fn, or another thread, called "
-                ".backward() on the module's own parameters. Return the loss without calling "
-                ".backward(), and use the parameters that loss_fn is given: "
-                "functional_call(module, params, ...), or torch_backend.pure_loss(module, loss_fn)."
-            )
+    if any(map(_private.has_hooks, leaves)) != hooked:
+        raise other_hooks()
+    if is_replaced or sum(map(_private.version, present)) != writes:
+        raise FuncgaError(
+            "a parameter's .grad changed during the call: loss_fn, or another thread, called "
+            ".backward() on the module's own parameters. Return the loss without calling "
+            ".backward(), and use the parameters that loss_fn is given: "
+            "functional_call(module, params, ...), or torch_backend.pure_loss(module, loss_fn)."
+        )

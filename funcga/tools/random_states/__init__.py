@@ -1,1 +1,0 @@
-"""The states of random generators, for tools that draw the same once more."""
