@@ -69,11 +69,6 @@ class OwningGradient(KnownGradient):
         """What its results are merged over where a step says `across=`."""
         return across
 
-    def check_counted(self, grad_fn: GradFn) -> None:
-        """Raises FuncgaError if totals cannot be counted for a step of grad_fn, which wraps this
-        function.
-        """
-
 
 @dataclass(eq=False)
 class Memory:

@@ -24,7 +24,7 @@ from funcga._backend import Backend
 from funcga._call import Program
 from funcga._call.arguments import Arguments
 from funcga._fold import LeafFold
-from funcga._types import Across, Array, GradFn, Scalar, Tree
+from funcga._types import Across, Array, Scalar, Tree
 from funcga.errors import FuncgaError
 from torch_backend import _private, arrays, graphs, trees
 from torch_backend.arrays import recording, recording_loss
@@ -99,19 +99,6 @@ class WrappedGradient(ModuleGradient):
     def merged_over(self, across: Across) -> Across:
         """The wrapper's own replicas: its process groups, one after the other."""
         return self.wrapper.replicas(across)
-
-    def check_counted(self, grad_fn: GradFn) -> None:
-        """Raises FuncgaError for a function around it, which is called for each micro-batch
-        alone.
-        """
-        if grad_fn is not self:
-            raise FuncgaError(
-                "totals= was given, and grad_fn is a function around module_value_and_grad, or "
-                "pipeline_value_and_grad: called by itself, that averages every micro-batch over "
-                f"the replicas of {self.wrapper.name}, where a sum is asked for. Pass the gradient "
-                "function itself, accumulate(gradient, n, totals=totals), and keyword arguments to "
-                "the step."
-            )
 
 
 class OwnGrads(Window):

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from funcga._accumulate import DropTest
 from funcga._backend import Arrays, Backend
@@ -93,15 +93,6 @@ def dropping(program: Program, drop: str | None, drop_if: DropTest | None) -> Pr
     return replace(program, skip=DroppingStep(drop, drop_if, part))
 
 
-class Tested(NamedTuple):
-    """The leaves of an output that are tested, and whether a micro-batch of weight 0 adds
-    nothing to them.
-    """
-
-    leaf_indices: list[int]
-    are_weighted: bool
-
-
 @dataclass(frozen=True)
 class DroppingStep(Dropping):
     """What a step drops. `part` gives what has to be finite of an output: not the aux of a gradient
@@ -120,9 +111,10 @@ class DroppingStep(Dropping):
         """What drops in JAX."""
         return load("dropping.in_jax", "drop=")
 
-    def tested(self, outputs: Outputs) -> Tested:
-        """The leaves to test in such outputs. Raises FuncgaError for a fold that cannot leave a
-        micro-batch out.
+    def test_of(self, outputs: Outputs) -> Callable[[Sequence[Array], Scalar], bool | Array]:
+        """What tells by the leaves and the weight of a micro-batch whether it is folded: a bool, or
+        a 0-d array that the host does not see. Raises FuncgaError for a fold that cannot leave one
+        out.
         """
         # Observers collect a row for a dropped micro-batch, too.
         collected = [leaf_index for leaf_index in outputs.collected if leaf_index >= outputs.before]
@@ -141,15 +133,14 @@ class DroppingStep(Dropping):
             and backend.arrays.kind(dtypes[leaf_index]) in ("float", "complex")
         ]
         folds = [outputs.folds[leaf_index] for leaf_index in tested]
-        return Tested(tested, all(fold is not None and _is_linear(fold) for fold in folds))
+        are_weighted = all(fold is not None and _is_linear(fold) for fold in folds)
 
-    def keeps(
-        self, outputs: Outputs, tested: Tested, leaves: Sequence[Array], weight: Scalar
-    ) -> bool | Array:
-        """Whether a micro-batch is folded: a bool, or a 0-d array that the host does not see."""
-        value = None if self.test is None else outputs.value_of(leaves)
-        looked_at = [leaves[leaf_index] for leaf_index in tested.leaf_indices]
-        return self.is_kept(value, looked_at, weight, tested.are_weighted, outputs.backend)
+        def keeps(leaves: Sequence[Array], weight: Scalar) -> bool | Array:
+            value = None if self.test is None else outputs.value_of(leaves)
+            looked_at = [leaves[leaf_index] for leaf_index in tested]
+            return self.is_kept(value, looked_at, weight, are_weighted, backend)
+
+        return keeps
 
 
 def _is_linear(fold: LeafFold) -> bool:

@@ -41,7 +41,7 @@ class SkippingSums(Sums):
 
     def __init__(self, dropping: DroppingStep, folding: Folding):
         super().__init__(folding)
-        self.dropping, self.tested = dropping, dropping.tested(folding.outputs)
+        self.dropping, self.keeps = dropping, dropping.test_of(folding.outputs)
         self.kept: bool | torch.Tensor = True  # whether the last micro-batch was; set by `add`
         self.tried = 0  # micro-batches; set by `add`
         self.zeros: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
@@ -58,7 +58,7 @@ class SkippingSums(Sums):
         outputs, self.tried = self.folding.outputs, self.tried + 1
         # Leaves that DDP or FSDP sum are None, and are not tested.
         leaves = [values.get(index) for index in range(len(outputs.folds))]
-        keep = self.kept = self.dropping.keeps(outputs, self.tested, leaves, weight)
+        keep = self.kept = self.keeps(leaves, weight)
         if keep is True:
             super().add(values, weight)
             return
@@ -164,8 +164,7 @@ class SkippingCalls(Called):
         generators = generator_states(devices)
         outputs, value = self.program.bind(self.grad_fn(*args, **kwargs), arguments)
         put_generator_states(devices, generators)
-        tested = self.dropping.tested(outputs)
-        keep: torch.Tensor = arrays.as_array(self.dropping.keeps(outputs, tested, value, weight))
+        keep: torch.Tensor = arrays.as_array(self.dropping.test_of(outputs)(value, weight))
         return keep if counts is None else keep & counts
 
     def fold(
