@@ -4,7 +4,6 @@ import argparse
 import sys
 import traceback
 from collections.abc import Sequence
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
@@ -13,7 +12,7 @@ from funcga import __version__
 from funcga.errors import FuncgaError
 from funcga.tools.reports.commands import blamed, check_installed, show
 
-DTYPES = ("float64", "float32", "bfloat16", "float16")
+DTYPES = ("float16", "bfloat16", "float32", "float64")  # from coarse to fine
 FOLDS = ("mean", "per_weight", "sum")
 
 
@@ -111,13 +110,13 @@ def _add_parity(commands: "argparse._SubParsersAction[_Parser]") -> None:
     )
     parity.add_argument(
         "--n",
-        type=_counts,
+        type=counts,
         default="8",
         help="numbers of micro-batches, such as 1,2,4,8 (default: 8)",
     )
     parity.add_argument(
         "--dtype",
-        type=_dtypes,
+        type=dtypes,
         default="float32,float64",
         help=(
             "of float64, float32, bfloat16 and float16, which are compared with float64 (default: "
@@ -128,17 +127,16 @@ def _add_parity(commands: "argparse._SubParsersAction[_Parser]") -> None:
         "--device", default="cpu", help="where both compute: cpu, cuda, cuda:1 (default: cpu)"
     )
     parity.add_argument(
-        "--updates", type=_whole, default="20", help="of each optimizer; 0 for none (default: 20)"
+        "--updates", type=int, default="20", help="of each optimizer; 0 for none (default: 20)"
     )
     parity.add_argument(
-        "--seed", type=_whole, default="0", help="of the problem, if it takes one (default: 0)"
+        "--seed", type=int, default="0", help="of the problem, if it takes one (default: 0)"
     )
     parity.add_argument(
         "--html", type=_file, metavar="FILE", help="write the report with its pictures as a page"
     )
-    picture = partial(_file, suffixes=(".png", ".svg", ".pdf"))
     parity.add_argument(
-        "--plot", type=picture, metavar="FILE", help="write the pictures: .png, .svg or .pdf"
+        "--plot", type=_file, metavar="FILE", help="write the pictures: .png, .svg or .pdf"
     )
 
 
@@ -166,10 +164,10 @@ def _add_verify(commands: "argparse._SubParsersAction[_Parser]") -> None:
     verify.add_argument(
         "--args", metavar="NAME", help="of its arguments in the file (default: args)"
     )
-    verify.add_argument("--n", type=_counts, help="numbers of micro-batches (default: several)")
+    verify.add_argument("--n", type=counts, help="numbers of micro-batches (default: several)")
     verify.add_argument("--fold", choices=FOLDS, help="default: `fold` in the file, or mean")
     verify.add_argument("--weight", metavar="NAME", help="default: `weight` in the file, or rows")
-    verify.add_argument("--seed", type=_whole, default="0", help="of the permutations (default: 0)")
+    verify.add_argument("--seed", type=int, default="0", help="of the permutations (default: 0)")
 
 
 def _add_doctor(commands: "argparse._SubParsersAction[_Parser]") -> None:
@@ -218,42 +216,27 @@ def _add_plan(commands: "argparse._SubParsersAction[_Parser]") -> None:
     plan.add_argument("--memory", metavar="BYTES", help='such as "14 GiB" (default: what is free)')
 
 
-def _counts(text: str) -> list[int]:
-    # What is no number becomes 0, which is refused like a 0.
-    counts = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
-    if min(counts) < 1:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a list of numbers of 1 or more, such as 1,2,7"
-        )
-    return list(dict.fromkeys(counts))
+def counts(text: str) -> list[int]:
+    """The numbers of a list such as 1,2,7. Raises ValueError if it is no such list."""
+    numbers = sorted({int(part) for part in text.split(",")})
+    if numbers[0] < 1:
+        raise ValueError
+    return numbers
 
 
-def _dtypes(text: str) -> list[str]:
-    names = [part.strip() for part in text.split(",")]
-    if not {*DTYPES}.issuperset(names):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a list of these dtypes: {', '.join(DTYPES)}"
-        )
-    # Gradients of 16 bits tell little by themselves. The order is from coarse to fine.
-    if {"bfloat16", "float16"} & {*names}:
-        names.append("float64")
-    return [name for name in reversed(DTYPES) if name in names]
+def dtypes(text: str) -> list[str]:
+    """The dtypes of a list, from coarse to fine. Raises ValueError for another dtype."""
+    names = {*text.split(",")}
+    # Gradients of 16 bits tell little by themselves.
+    if names & {"bfloat16", "float16"}:
+        names.add("float64")
+    return sorted(names, key=DTYPES.index)
 
 
-def _whole(text: str) -> int:
-    if not text.strip().isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")
-    return int(text)
-
-
-def _file(text: str, suffixes: Sequence[str] = ()) -> Path:
+def _file(text: str) -> Path:
     path = Path(text)
     if path.is_dir() or not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r} is not a file in a folder that exists")
-    if suffixes and path.suffix not in suffixes:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a picture: write FILE.png, FILE.svg or FILE.pdf"
-        )
     return path
 
 

@@ -20,14 +20,6 @@ class FuncgaError(ValueError):
     """
 
 
-def no_derivative(name: str) -> FuncgaError:
-    """The error for a step with this fold inside of a loss that is differentiated."""
-    return FuncgaError(
-        f"a step with the fold {name} is differentiated, and its sums of integers have no "
-        "derivative: it would be 0. Use the plain fold inside of a loss."
-    )
-
-
 def no_device(name: object, framework: str, devices: list[str]) -> FuncgaError:
     """The error for a device that a framework does not have here."""
     return FuncgaError(

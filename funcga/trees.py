@@ -220,7 +220,7 @@ def as_numpy(leaf: Array, path: str) -> Array:
     if owner is None:
         return leaf
     try:
-        return side(owner).export_array(leaf, set()).array
+        return side(owner).export_array(leaf, set())
     except ExportError as error:
         raise FuncgaError(f"{f'`{path}`' if path else 'the array'} is {error}.") from error
 

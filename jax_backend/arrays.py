@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from funcga._fold import Tally, two_sum
 from funcga._types import Array, Dtype, Scalar, Tree
-from funcga.errors import no_derivative, no_device
+from funcga.errors import no_device
 from jax_backend import _private
 
 if TYPE_CHECKING:
@@ -92,23 +92,6 @@ def cast(array: Array, dtype: Dtype, beside: Array | None = None) -> jax.Array:
     """The array, or number, in a dtype, and on the device of the one beside it."""
     # JAX itself places numbers, as all arrays of a program are on the same devices.
     return jnp.asarray(array, dtype=dtype)
-
-
-def exact(array: jax.Array, name: str) -> jax.Array:
-    """The array, for a fold `name` that reads its bits; FuncgaError if they are not available."""
-
-    @jax.custom_jvp
-    def same(array: jax.Array) -> jax.Array:
-        return array
-
-    @same.defjvp
-    def _(
-        primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]
-    ) -> tuple[jax.Array, jax.Array]:
-        raise no_derivative(name)
-
-    result: jax.Array = same(array)
-    return result
 
 
 def slice(array: Array, axis: int, start: Scalar, size: int) -> jax.Array:

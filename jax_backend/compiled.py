@@ -7,7 +7,7 @@ import jax
 from funcga._types import Tree
 from jax_backend import arrays
 from jax_backend._private import is_tracing
-from jax_backend.trees import Static, check_unshared, split
+from jax_backend.trees import Static, nnx, split
 
 
 class Compiled:
@@ -33,7 +33,8 @@ class Compiled:
     def __call__(self, settings: tuple[Hashable, ...], *args: Tree) -> Tree:
         """The result of the function."""
         if is_tracing():
-            check_unshared(args)  # as `split` does
+            if checks := nnx():
+                checks.check_unshared(args)  # as `split` does
             result = self.function(*settings, *args)
             return result[0] if self.is_checked else result
         static, leaves = split(args)

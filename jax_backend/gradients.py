@@ -3,7 +3,6 @@ optax.
 """
 
 import importlib
-import sys
 from functools import cache
 from types import ModuleType
 
@@ -23,11 +22,12 @@ def value_and_grad(loss_fn: LossFn, arg_indices: tuple[int, ...]) -> GradFn:
     a tree an index.
     """
     transform = jax.value_and_grad(loss_fn, argnums=arg_indices, has_aux=True)
-    if trees.NNX not in sys.modules:
+    checks = trees.nnx()
+    if checks is None:
         return transform
 
     def of_trained(*args: Tree, **kwargs: Tree) -> Tree:
-        trees.check_trained([args[arg_index] for arg_index in arg_indices])
+        checks.check_trained([args[arg_index] for arg_index in arg_indices])
         return transform(*args, **kwargs)
 
     return of_trained

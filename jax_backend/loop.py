@@ -5,7 +5,6 @@ for each. Both trace `_evaluate`, begin with `_begin`, fold a micro-batch by `St
 replicas in `_merged`, and normalise in `_finished`.
 """
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -85,8 +84,8 @@ def fold_batch(
         rows = arguments.rows()
         sizes = groups(rows, program.n, program.microbatch_size)
         narrow = None
-        if spread.blocks > 1 and all(size % spread.blocks == 0 for _, size in sizes):
-            narrow = partial(sharding.rows_of_blocks, spread.blocks)
+        if spread.blocks > 1:
+            narrow = sharding.narrowing(spread.blocks, sizes)
         # A number of rows is a weight: a Python number, which XLA fuses with the addition.
         weights = [jnp.asarray(size) if is_symbolic_dim(size) else size for _, size in sizes]
 
@@ -176,8 +175,8 @@ def _evaluate(
     # Those of other libraries work unchanged.
     if isinstance(grad_fn, GradientFunction):
         grad_fn = grad_fn.bound(backend)
-    uses_nnx = trees.NNX in sys.modules
-    with trees.check_unchanged((whole, kwargs)) if uses_nnx else nullcontext():
+    checks = trees.nnx()
+    with checks.check_unchanged((whole, kwargs)) if checks else nullcontext():
         value = grad_fn(*args, **kwargs)
     if program.watch is not None:
         readings = program.watch.readings(program, value, arguments)

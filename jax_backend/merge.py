@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from funcga._backend.prefixes import broadcast
-from funcga._fold import LeafFold, Tally, largest
+from funcga._fold import LeafFold, Tally
 from funcga._fold.outputs import Outputs
 from funcga._types import Dtype, Scalar, Tree
 from funcga.errors import FuncgaError
@@ -50,7 +50,7 @@ def merge(outputs: Outputs, folded: Folded, replicas: Replicas) -> Folded:
     # Three steps: all operands are registered, the collectives run, and each result is read
     # (`later()`).
     folded = _in_one_unit(outputs, folded, replicas)
-    scatter = _scatter_axes(outputs, folded.reduced, replicas)
+    scatter = _scatter_axes(outputs, replicas)
     collectives = _Collectives(replicas.names)
     reduced = [
         _merge_leaf(collectives, fold, lifted, scatter.get(leaf_index))
@@ -151,50 +151,34 @@ def _in_order(combine: Callable[[Tree, Tree], Tree], gathered: Tree) -> Tree:
 # -- scattered leaves
 
 
-def _scatter_axes(outputs: Outputs, reduced: list[Tree], replicas: Replicas) -> dict[int, int]:
-    """The axis of every leaf that is scattered, by leaf index."""
+def _scatter_axes(outputs: Outputs, replicas: Replicas) -> dict[int, int]:
+    """The axis of every leaf that is scattered, counted from the first, by leaf index. Raises
+    FuncgaError, which names the leaf, for one that is not summed.
+    """
     if replicas.scatter is None:
         return {}
     count = len(outputs.folds)
     tree = outputs.structure_of(range(count))
     what = "scatter is no prefix of what grad_fn returns"
     leaf_axes = broadcast(replicas.scatter, tree, count, _is_axis, trees, "output", what)
-    lifted = dict(zip(outputs.reduced, reduced, strict=True))
-    return {
-        leaf_index: _check_scatter(
-            outputs, leaf_index, axis, lifted.get(leaf_index), replicas.names
-        )
-        for leaf_index, (axis, _) in enumerate(leaf_axes)
-        if axis is not None
-    }
+    reduced = dict(zip(outputs.reduced, outputs.reduced_folds, strict=True))
+    scatter: dict[int, int] = {}
+    for leaf_index, (axis, _) in enumerate(leaf_axes):
+        if axis is None:
+            continue
+        fold, axes = reduced.get(leaf_index), len(outputs.shapes[leaf_index] or ())
+        if fold is None or fold.fold.reducer.monoid.collective != "sum":
+            raise FuncgaError(
+                f"scatter={axis} for {outputs.paths()[leaf_index]}, and its fold is no sum: only "
+                "what is summed over the replicas can be scattered. Write None in its place, or "
+                "fold it with funcga.mean(), funcga.per_weight() or funcga.sum()."
+            )
+        scatter[leaf_index] = axis if axis >= 0 else axis + axes
+    return scatter
 
 
 def _is_axis(value: object) -> bool:
     return value is None or (isinstance(value, int) and not isinstance(value, bool))
-
-
-def _check_scatter(
-    outputs: Outputs, leaf_index: int, axis: int, lifted: Tree, names: tuple[str, ...]
-) -> int:
-    """The axis, counted from the first. Raises FuncgaError, which names the leaf, if it cannot
-    be cut along it.
-    """
-    fold, path = outputs.folds[leaf_index], outputs.paths()[leaf_index]
-    count = int(lax.axis_size(names))
-    if lifted is None or fold is None or fold.fold.reducer.monoid.collective != "sum":
-        raise FuncgaError(
-            f"scatter={axis} for {path}, and its fold is no sum: only what is summed over the "
-            "replicas can be scattered. Write None in its place, or fold it with funcga.mean(), "
-            "funcga.per_weight() or funcga.sum()."
-        )
-    for part in jax.tree.leaves(lifted):
-        if not -part.ndim <= axis < part.ndim or part.shape[axis] % count:
-            raise FuncgaError(
-                f"scatter={axis} for {path}, which is {arrays.describe(part)}: it has no axis "
-                f"{axis} whose rows divide among {count} replicas. Choose another axis, or write "
-                "None in its place, as in scatter=(None, 0)."
-            )
-    return axis % len(largest(lifted).shape)
 
 
 # -- collectives

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AbstractMesh, Mesh
 
 from funcga._types import Array, Reduced, Scalar, Tree
 from funcga.errors import FuncgaError
@@ -51,34 +50,20 @@ class Replicas:
     scatter: Tree = None
 
     def __post_init__(self) -> None:
-        if not self.names or not all(isinstance(name, str) for name in self.names):
-            raise _no_axis(self.axis)
-        if len({*self.names}) < len(self.names):
-            raise FuncgaError(f"across={self.axis!r} names an axis twice. Name each once.")
+        names = self.names
+        are_names = names and all(isinstance(name, str) for name in names)
+        if not are_names or len({*names}) < len(names):
+            raise FuncgaError(
+                f"across is {self.axis!r:.60}, and in JAX replicas are named by an axis of the "
+                'mesh, which is that of all leaves. Write the name, across="data", or a tuple of '
+                "names, each once, and call the step inside jax.shard_map or through "
+                "jax_backend.replicated(step, mesh)."
+            )
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the axes."""
         return axis_names(self.axis)
-
-
-def _no_axis(across: object) -> FuncgaError:
-    names = across.axis_names if isinstance(across, Mesh | AbstractMesh) else ()
-    if trees.children(across) and not isinstance(across, str):
-        return FuncgaError(
-            "across= names axes for each leaf, and all leaves of a step are merged over the same "
-            "ones. Fold sums with across=(), and reduce each leaf after the step over the axes "
-            'along which it differs: jax.lax.psum(grads["experts"], "data") '
-            "(docs/howto/experts.md)."
-        )
-    described = f"of type {type(across).__name__}" if hasattr(across, "__dict__") else repr(across)
-    return FuncgaError(
-        f"across is {described}, and in JAX replicas are named by an axis of the mesh. Write the "
-        "name, "
-        f'across="{names[0] if names else "data"}", or a tuple of names, and call the step inside '
-        "jax.shard_map or "
-        "through jax_backend.replicated(step, mesh)."
-    )
 
 
 # -- what a step merges over
@@ -140,7 +125,13 @@ def replicas_of(across: Across | None) -> Replicas | None:
         try:
             lax.axis_size(name)
         except NameError:
-            raise _unbound(name) from None
+            manual = listed(jax.sharding.get_abstract_mesh().manual_axes) or "no axis"
+            raise FuncgaError(
+                f'across="{name}" merges over an axis of a mesh, which has replicas only inside of '
+                f"jax.shard_map, where it is manual, and here {manual} is. Wrap the step, "
+                f'jax_backend.replicated(step, mesh, axis="{name}"), or call it inside '
+                f'jax.shard_map(..., axis_names={{"{name}"}}).'
+            ) from None
     return replicas
 
 
@@ -149,27 +140,6 @@ def read_across(across: Across) -> Replicas:
     none.
     """
     return across if isinstance(across, Replicas) else Replicas(across)
-
-
-def _unbound(name: str) -> FuncgaError:
-    mesh = jax.sharding.get_abstract_mesh()
-    if not mesh.manual_axes:
-        return FuncgaError(
-            f'across="{name}" merges over a mesh axis, and this call is outside of jax.shard_map, '
-            "where an axis has no "
-            "replicas. Wrap the step, step = jax_backend.replicated(step, mesh), or call it inside "
-            "jax.shard_map."
-        )
-    if name in mesh.axis_names:
-        return FuncgaError(
-            f'across="{name}" merges over a mesh axis that this jax.shard_map leaves to the '
-            f"compiler: only {listed(mesh.manual_axes)} is manual in it. Name it there, "
-            f'axis_names={{..., "{name}"}}; in jax_backend.replicated it is axis=(..., "{name}").'
-        )
-    return FuncgaError(
-        f'across="{name}" is no axis of the mesh of this jax.shard_map, which has '
-        f'{listed(mesh.axis_names)}. Write across="{mesh.manual_axes[0]}".'
-    )
 
 
 def summed(number: Scalar, accumulators: Sequence[Reduced], replicas: Replicas) -> Scalar:

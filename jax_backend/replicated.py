@@ -5,7 +5,6 @@ Only JAX has this file: in torch every replica is a process of its own.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from math import prod
 from typing import TypeAlias
 
 import jax
@@ -13,9 +12,8 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from funcga._backend.dispatch import load
-from funcga._backend.prefixes import broadcast, leaf_paths
+from funcga._backend.prefixes import broadcast
 from funcga._call import Program
-from funcga._call.arguments import argument_names
 from funcga._types import Tree
 from funcga.errors import FuncgaError
 from jax_backend import arrays, trees
@@ -62,8 +60,9 @@ def replicated(
         A function of whole arrays, whose rows it cuts among the devices.
 
     Raises:
-        FuncgaError: if rows do not divide among the devices, and for a result that no step has
-            merged.
+        FuncgaError: if the mesh has several axes and none is named, and for a result that no step
+            has merged.
+        ValueError: if rows do not divide among the devices.
 
     Example:
         >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
@@ -86,7 +85,6 @@ def replicated(
     ) -> Tree:
         """`function(args, kwargs)` on every device, with its own part of the arguments."""
         specs = _specs(args, in_specs, names, step)
-        _check_rows(args, specs, mesh, step)
         # Only arrays are arguments of shard_map; all else is closed over.
         static, whole_arrays = trees.partition((args, kwargs))
         is_eager = is_tracing() and not is_traced(jnp.zeros(()))
@@ -125,25 +123,16 @@ def replicated(
     return everywhere
 
 
-def _names(mesh: object, axis: Axes | None) -> tuple[str, ...]:
-    if not isinstance(mesh, Mesh):
-        raise FuncgaError(
-            f"mesh is of type {type(mesh).__name__}. Pass the devices with names: "
-            'jax.make_mesh((4,), ("data",)).'
-        )
-    if axis is None and len(mesh.axis_names) != 1:
+def _names(mesh: Mesh, axis: Axes | None) -> tuple[str, ...]:
+    if axis is not None:
+        return axis_names(axis)
+    if len(mesh.axis_names) != 1:
         raise FuncgaError(
             f"the mesh has the axes {listed(mesh.axis_names)}, and axis= does not say which of "
             "them has the replicas. "
             f'Write replicated(step, mesh, axis="{mesh.axis_names[0]}").'
         )
-    names = mesh.axis_names if axis is None else axis_names(axis)
-    if not names or not {*names} <= {*mesh.axis_names}:
-        raise FuncgaError(
-            f"axis={axis!r} is no axis of the mesh, which has {listed(mesh.axis_names)}. Write "
-            f'replicated(step, mesh, axis="{mesh.axis_names[0]}").'
-        )
-    return tuple(names)
+    return tuple(mesh.axis_names)
 
 
 def _specs(
@@ -177,32 +166,6 @@ def _as_split(program: Program, args: tuple[Tree, ...], cut: Axes) -> list[Parti
                 PartitionSpec(*[None] * (axis % leaf.ndim), cut) if splits else PartitionSpec()
             )
     return specs
-
-
-def _check_rows(
-    args: tuple[Tree, ...], specs: list[PartitionSpec], mesh: Mesh, step: Callable[..., Tree]
-) -> None:
-    """Raises FuncgaError, which names the argument, if rows do not divide among the devices."""
-    # All else that does not fit a PartitionSpec shard_map refuses itself.
-    for leaf_index, (leaf, spec) in enumerate(zip(trees.flatten(args)[0], specs, strict=True)):
-        for axis, rows in enumerate(leaf.shape[: len(spec)] if arrays.is_array(leaf) else ()):
-            count = prod(mesh.shape.get(name, 1) for name in axis_names(spec[axis]))
-            if rows % count == 0:
-                continue
-            # An argument without leaves, such as None, has a path, too.
-            paths = [
-                path
-                for name, arg in zip(argument_names(step, len(args)), args, strict=True)
-                if trees.flatten(arg)[0]
-                for path in leaf_paths(arg, trees, name)
-            ]
-            raise FuncgaError(
-                f"`{paths[leaf_index]}` is {arrays.describe(leaf)}: its {rows} rows do not divide "
-                f"among {count} devices. Take {rows - rows % count} rows, or fill up to "
-                f"{rows - rows % count + count} with rows that count for nothing, with "
-                'weight=lambda batch: batch["mask"].sum(). Or pass it whole: in_specs with P() in '
-                "its place."
-            )
 
 
 def _placed(leaf: Tree, spec: PartitionSpec, mesh: Mesh, names: tuple[str, ...]) -> Tree:

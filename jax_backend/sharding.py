@@ -164,6 +164,15 @@ def _axes(outputs: Outputs) -> list[int]:
     return [fold.axis or 0 for fold in outputs.collected_folds]
 
 
+def narrowing(
+    blocks: int, groups: Sequence[tuple[int, int]]
+) -> Callable[[Array, int, Scalar, int], jax.Array] | None:
+    """What cuts micro-batches of these groups; None if a block would not have equally many rows."""
+    if any(size % blocks for _, size in groups):
+        return None
+    return partial(rows_of_blocks, blocks)
+
+
 def rows_of_blocks(blocks: int, array: Array, axis: int, start: Scalar, size: int) -> jax.Array:
     """`size` rows along an axis: equally many of each block, from its row start / blocks on."""
     array = jnp.asarray(array)

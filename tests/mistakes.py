@@ -206,11 +206,11 @@ DIVIDED = {
     "n": divided_in_a_closure(),
     "n ": lambda p, x, y, n=4: regression(p, x, y) / n,
     "num_micro": divided_in_a_helper(),
-    "4": lambda p, x, y: regression(p, x, y) / 4,
 }
 
 # (loss, options, what the note says): right, though a number equals n.
 EQUAL_TO_N = [
+    (lambda p, x, y: regression(p, x, y) / 4, N4, "`/ 4`"),
     (lambda p, x, y: 0.25 * regression(p, x, y), N4, "`* 0.25`"),
     (lambda p, x, y: regression(p, x, y) / k, N4, "`/ k`"),
     (lambda p, x, y: regression(p, x, y) / clock.steps, N4, "`/ clock.steps`"),
@@ -389,7 +389,7 @@ MISTAKES = {
     "token mean under per_weight": ((TORCH,), case(token_mean, without=("lengths", "labels"), **COUNTED), ["mean under per_weight"], "fold=funcga.mean(), weight=lambda batch: batch['mask'].sum()"),
     "len of a dict": ((TORCH,), case(row_mean, weight=len), ["weight not additive"], "drop weight="),
     "another weight": ((TORCH,), case(token_mean, without=("labels", "lengths"), weight=lambda b: (b["mask"][:, 1:]).sum()), ["wrong weight"], "weight=lambda batch: batch['mask'].sum()"),
-    "a weight that is 0": ((TORCH,), case(token_mean, without=("labels", "lengths"), weight=lambda b: (b["mask"] == -100).sum()), ["wrong weight"], "weight=lambda batch: batch['mask'].sum()"),
+    "a weight that is 0": ((TORCH,), case(token_mean, without=("labels", "lengths"), weight=lambda b: (b["mask"] == -100).sum()), ["wrong weight"], "verify again without weight="),
     "L2 in a sum": ((TORCH,), case(lambda p, b: token_sum(p, b) + 0.1 * penalty(p), **COUNTED), ["regulariser"], """totals=lambda b: {"one": 1}. The loss takes them, def loss_fn(p, b, *, totals)"""),
     "token mean and row mean": ((TORCH,), case(lambda p, b: token_mean(p, b) + ((b["x"].sum(1) @ p["w"]) ** 2).mean(), weight=count_mask), ["other normaliser"], """totals=lambda b: {"rows": len(b['x']), "tokens": b['mask'].sum()}, fold=funcga.sum()"""),
     "sum and mean": ((TORCH,), case(lambda p, b: token_sum(p, b) + row_mean(p, b), **COUNTED), ["other normaliser"], "funcga.sum()"),
@@ -404,7 +404,7 @@ MISTAKES = {
     "neighbours": ((TORCH,), two_args(neighbours), ["row order"], "one row"),
     "products of rows": ((TORCH,), two_args(lambda p, x, y: ((x @ p["w"]).sum() ** 2) * 0.01), ["coupled rows"], "s: loss, n=8, fold=funcga.sum())"),
     "dropout": ((TORCH,), torch_module(LINEAR, lambda: torch.nn.Dropout(0.5), HEAD), ["randomness"], "module.eval()"),
-    "a key passed whole": ((JAX,), jax_dropout(lambda key: key, jax.random.PRNGKey(3)), ["randomness"], "in_axes=(None, 0, 0, 0)"),
+    "a key passed whole": ((JAX,), jax_dropout(lambda key: key, jax.random.PRNGKey(3)), ["randomness"], "jax.random.split(key, rows)"),
     "a seed in the loss": ((TORCH,), torch_seeded, ["randomness"], "split it with the batch"),
     "a counter": (BOTH, counter_state, ["state"], "funcga.CARRY"),
     "a value that becomes NaN": ((TORCH,), nan_at_last, ["state"], "funcga.CARRY"),
@@ -425,8 +425,8 @@ MISTAKES = {
 
 MISTAKES |= {
     "a norm": ((TORCH,), two_args(lambda p, x, y: terms(p, x, y).sum() ** 0.5), ["coupled rows"], "the square of a norm"),
-    "a sum over a root": ((TORCH,), two_args(lambda p, x, y: terms(p, x, y).sum() / len(x) ** 0.5), ["other normaliser"], "fold=funcga.sum(), and divide the result"),
-    "a token sum over a root": ((TORCH,), case(lambda p, b: token_sum(p, b) / b["mask"].sum() ** 0.5), ["other normaliser"], "count of the whole batch ** 0.5"),
+    "a sum over a root": ((TORCH,), two_args(lambda p, x, y: terms(p, x, y).sum() / len(x) ** 0.5), ["coupled rows"], "fold=funcga.sum())"),
+    "a token sum over a root": ((TORCH,), case(lambda p, b: token_sum(p, b) / b["mask"].sum() ** 0.5), ["coupled rows"], "fold=funcga.sum())"),
     "log of a mean": ((TORCH,), two_args(lambda p, x, y: terms(p, x, y).mean().log()), ["batch statistics"], "grads / value"),
     "weights of losses": ((TORCH,), two_args(self_paced), ["batch statistics"], "fold=funcga.mean())"),
     "labels and a mask, shifted": ((TORCH,), causal, ["uneven tokens"], "weight=lambda batch: (batch['labels'][:, 1:] != -100).sum()"),

@@ -12,7 +12,6 @@ from torch.nn.parameter import is_lazy
 
 from funcga._fold import Tally
 from funcga._types import Dtype, Scalar
-from funcga.errors import FuncgaError, no_derivative
 from torch_backend import _private
 from torch_backend.dtensor import (
     as_dtensor,
@@ -99,19 +98,6 @@ def cast(array: Scalar, dtype: torch.dtype, beside: torch.Tensor | None = None) 
     if beside is None or _is_number_of_host(array) or _is_number_of_host(beside):
         return array.to(dtype)
     return array.to(beside.device, dtype)
-
-
-def exact(array: torch.Tensor, name: str) -> torch.Tensor:
-    """The array, for a fold `name` that reads its bits; FuncgaError if they are not available."""
-    if array.requires_grad:
-        raise no_derivative(name)
-    if is_dtensor(array):
-        raise FuncgaError(
-            f"{name} was given the DTensor {describe(array)}, whose gradients a mesh has added up "
-            "in floats already, in an order of its own. Fold DTensors with funcga.mean(), "
-            "funcga.per_weight() or funcga.sum()."
-        )
-    return array
 
 
 def slice(array: torch.Tensor, axis: int, start: int, size: int) -> torch.Tensor:

@@ -22,8 +22,8 @@ def _stream(device: torch.device) -> torch.Stream | None:
 
 
 def moved(items: Iterator[tuple[Tree, ...]], device: Any) -> Iterator[tuple[Tree, ...]]:
-    """The items of a stream with their arrays on a device, each copied while the one before it
-    is computed with.
+    """The items of a stream with their arrays on a device, each copied while the one before it is
+    computed with.
 
     Where the device has streams, a second one copies while kernels for the last item still run.
     From pinned memory the host does not wait for the copy either.

@@ -88,12 +88,6 @@ class Arrays(Protocol):
         """The array, or number, in a dtype, and on the device of the one beside it."""
         ...
 
-    def exact(self, array: Array, name: str) -> Array:
-        """The array, for a fold `name` that reads its bits; FuncgaError if they are not
-        available.
-        """
-        ...
-
     def slice(self, array: Array, axis: int, start: Any, size: int) -> Array:
         """`size` rows from `start` on, along an axis."""
         ...

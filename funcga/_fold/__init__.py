@@ -188,8 +188,6 @@ class LeafFold:
         elif isinstance(weight, int):
             weight = float(weight)  # JAX takes no int of more than 31 bits as an operand
         value = self.arrays.cast(value, self.accumulator_dtype)
-        if self.fold.reducer.of_bits:
-            value = self.arrays.exact(value, "reproducible()")
         return self.fold.reducer.lift(self.arrays.xp, value, weight)
 
     def combine(self, a: Reduced, b: Reduced) -> Reduced:

@@ -207,44 +207,23 @@ def bind_outputs(
     """
     leaves, structure = backend.trees.flatten(value)
     leaf_values = broadcast_folds(fold, value, len(leaves), backend, name)
-    threaded, threads = list[int](), tuple[int, ...]()
+    threaded, threads = None, tuple[int, ...]()
     if carried is not None:
-        for leaf_index, (leaf_fold, _) in enumerate(leaf_values):
-            if leaf_fold.reducer.carries:
-                threaded.append(leaf_index)
-        # Checked first: if carry() is missing, another fold may not fit the state, and that error
-        # would mislead.
-        if carried or threaded:
-            threads = _threads(value, leaf_values, threaded, carried, backend)
-    folds = list[LeafFold | None]()
-    reduced, collected = dict[int, LeafFold](), dict[int, LeafFold]()
-    # Each kind of leaf is bound once, as a model has many leaves and few kinds. Keyed by the
-    # `id` of a fold, which the caller keeps alive.
-    bound: dict[tuple[int, Dtype], LeafFold] = {}
-    for leaf_index, (leaf_fold, _) in enumerate(leaf_values):
-        leaf, where = leaves[leaf_index], partial(leaf_path, value, leaf_index, backend, name)
-        if not backend.arrays.is_array(leaf):
-            if leaf is None or leaf_fold.reducer.carries:  # carried leaves may be any object
-                folds.append(None)
-                continue
-            leaf = leaves[leaf_index] = as_leaf(leaf, where, backend)
-        kind = id(leaf_fold), leaf.dtype
-        if kind not in bound:
-            bound[kind] = bind(leaf_fold, leaf, where, backend.arrays, name)
-        folds.append(bound[kind])
-        monoid = leaf_fold.reducer.monoid
-        if shaped and (monoid.axis is not None or leaf_fold.reducer.stacked is not None):
-            check_shape(leaf_fold, leaf, where, backend.arrays)
-        if leaf_index not in threaded:
-            grows = carried is not None and monoid.axis is not None
-            (collected if grows else reduced)[leaf_index] = bound[kind]
+        threaded = [k for k, (each, _) in enumerate(leaf_values) if each.reducer.carries]
+    # Checked first: if carry() is missing, another fold may not fit the state, and that error
+    # would mislead.
+    if carried or threaded:
+        threads = _threads(value, leaf_values, threaded or [], carried or [], backend)
+    folds, reduced, collected = _leaf_folds(
+        value, leaves, leaf_values, threaded, backend, shaped, name
+    )
     # None, and threaded objects, have neither shape nor dtype here.
     pairs = [*zip(folds, leaves, strict=True)]
     outputs = Outputs(
         structure,
         tuple(folds),
-        tuple([leaf.shape if shaped and fold is not None else None for fold, leaf in pairs]),
-        tuple([None if fold is None else leaf.dtype for fold, leaf in pairs]),
+        tuple([leaf.shape if shaped and bound is not None else None for bound, leaf in pairs]),
+        tuple([None if bound is None else leaf.dtype for bound, leaf in pairs]),
         tuple(reduced),
         tuple(collected),
         threads,
@@ -253,6 +232,47 @@ def bind_outputs(
         collected_folds=tuple(collected.values()),
     )
     return outputs, leaves
+
+
+def _leaf_folds(
+    value: Tree,
+    leaves: list[Any],
+    leaf_values: list[PrefixValue],
+    threaded: list[int] | None,
+    backend: Backend,
+    shaped: bool,
+    name: str,
+) -> tuple[list[LeafFold | None], dict[int, LeafFold], dict[int, LeafFold]]:
+    """The bound fold of every leaf, None for None; those of leaves that are reduced, by leaf index,
+    and that are collected, in a loop, which says which are `threaded`. Numbers among the leaves are
+    replaced by arrays.
+    """
+    folds, reduced, collected = (
+        list[LeafFold | None](),
+        dict[int, LeafFold](),
+        dict[int, LeafFold](),
+    )
+    # Each kind of leaf is bound once, as a model has many leaves and few kinds. Keyed by the
+    # `id` of a fold, which the caller keeps alive.
+    bound: dict[tuple[int, Dtype], LeafFold] = {}
+    for leaf_index, (fold, _) in enumerate(leaf_values):
+        leaf, where = leaves[leaf_index], partial(leaf_path, value, leaf_index, backend, name)
+        if not backend.arrays.is_array(leaf):
+            if leaf is None or fold.reducer.carries:  # carried leaves may be any object
+                folds.append(None)
+                continue
+            leaf = leaves[leaf_index] = as_leaf(leaf, where, backend)
+        kind = id(fold), leaf.dtype
+        if kind not in bound:
+            bound[kind] = bind(fold, leaf, where, backend.arrays, name)
+        folds.append(bound[kind])
+        axis = fold.reducer.monoid.axis
+        if shaped and (axis is not None or fold.reducer.stacked is not None):
+            check_shape(fold, leaf, where, backend.arrays)
+        if threaded is None or leaf_index not in threaded:
+            grows = threaded is not None and axis is not None
+            (collected if grows else reduced)[leaf_index] = bound[kind]
+    return folds, reduced, collected
 
 
 def broadcast_folds(

@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 
 import funcga
 import jax_backend
-from funcga.tools.parity import in_jax
 from funcga.tools.scan_layers import programs_in_jax as jaxprs
 from jax_backend import _private
 from tests.kits import JAX, LIMITS, difference
@@ -108,13 +107,6 @@ def test_without_the_state_of_traces_every_call_counts_as_traced(monkeypatch):
     params, batch, loss = model()
     with pytest.raises(funcga.FuncgaError, match='n="auto"'):
         funcga.accumulate(jax.value_and_grad(loss), "auto")(params, batch)
-
-
-def test_options_that_xla_does_not_know_are_left_out(monkeypatch):
-    monkeypatch.setattr(in_jax, "QUICK", {**in_jax.QUICK, "xla_no_such_option": 0})
-    in_jax._quick_to_compile.cache_clear()
-    assert "xla_no_such_option" not in in_jax._quick_to_compile()
-    assert in_jax.unoptimised(lambda x: 2 * x)(3) == 6
 
 
 def test_all_that_is_private_stands_in_two_files():

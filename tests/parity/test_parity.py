@@ -144,10 +144,9 @@ def mine(tmp_path, more, *options):
     return code, problem, " ".join(problem["verdict"])
 
 
-def test_a_problem_of_ones_own(tmp_path, monkeypatch, capsys):
+def test_a_problem_of_ones_own(tmp_path, capsys):
     import jax
 
-    monkeypatch.setattr("funcga.tools.commands.SECONDS", 0)
     before = jax.config.jax_enable_x64
     code, problem, verdict = mine(tmp_path, "", "--dtype", "bfloat16,float32")
     assert jax.config.jax_enable_x64 == before
@@ -158,14 +157,10 @@ def test_a_problem_of_ones_own(tmp_path, monkeypatch, capsys):
     assert verdict.startswith("The same. In float64 ")
     assert verdict.endswith("what is left in less precision is rounding.")
 
-    printed, progress = capsys.readouterr()
-    assert "n = 3: 12 rows in 3 micro-batches of 4\n" in printed
+    printed = capsys.readouterr().out
+    assert "n = 3: 12 rows in 3 micro-batches of 4, of weight 4\n" in printed
     assert re.search(r"accumulation +torch vs full batch +\S+ < \S+ +\S+ < \S+e-6 +\S+ < 1e-13 ", printed)
-    # In each dtype a loss and two gradients of 2 accumulated, the full batch and 3 micro-batches, two gradients in 4
-    # folds and 2 updates; and 2 x 2 x 3 for rounding.
-    assert printed.rstrip().endswith("Verdict: the same. All 102 differences of a leaf are within their limits.")
-    done = re.findall(r"^problem: (\d+) comparisons are done$", progress, re.MULTILINE)
-    assert [*map(int, done)] == [*range(1, len(done) + 1)]
+    assert printed.rstrip().endswith("Verdict: the same.")
 
 
 def test_one_framework_is_enough_and_one_micro_batch_no_accumulation(tmp_path):
@@ -241,17 +236,14 @@ WRONG = {
     ),
     "another normaliser in one": (
         "problem = funcga.checks.Problem(params, (x, y), torch_loss, lambda p, x, y: jax_loss(p, x, y) * len(x), optimizers=())",
-        r"^The models differ, in float64: .* Accumulation is not exact for the loss of JAX with mean\(\).* The other "
-        r"framework's is exact: the loss of JAX divides by something else, or couples its rows\. Change the loss of JAX; or, "
-        r"if that is the right one, the other one, and then fold= and weight= of the Problem, which are for both\. The loss "
-        r"is a sum over rows.* For the loss of JAX alone: fold=funcga\.per_weight\(\)\. ",
+        r"^Accumulation is not exact for the loss of JAX with mean\(\).* The loss is a sum over rows.* To fix it: "
+        r"fold=funcga\.per_weight\(\)\. .* The models differ, in float64: ",
         {"model", "accumulation"},
     ),
     "other weights in one": (
         "count = lambda x, y: (y > 0).sum()\n"
         "problem = funcga.checks.Problem(params, (x, y), lambda p, x, y: ((torch.tanh(x @ p['hidden']) @ p['out'] - y) ** 2 * (y > 0)).sum() / (y > 0).sum(), jax_loss, weight=lambda x, y: len(x), optimizers=())",
-        r"Accumulation is not exact for the loss of torch with mean\(\).* Change the loss of torch; or, if that is the right "
-        r"one, .* For the loss of torch alone: weight=lambda ",
+        r"Accumulation is not exact for the loss of torch with mean\(\).* To fix it: weight=lambda ",
         {"model", "accumulation"},
     ),
     "in float32 alone": (
@@ -286,7 +278,7 @@ WRONG = {
     ),
     "not a number": (
         "problem = funcga.checks.Problem(params, (x, y), torch_loss, lambda p, x, y: jax_loss(p, x, y) + 0 * jnp.sqrt(p['out'] * 0).sum(), optimizers=())",
-        r"out has NaN in JAX: 0 in torch, 4 in JAX\.",
+        r"out has NaN or infinities: 0 in torch, 4 in JAX\.",
         {"accumulation", "model", "rounding"},
     ),
 }  # fmt: skip

@@ -67,7 +67,7 @@ COUNTS = {"uneven tokens", "wrong weight", "mean under sum", "mean under per_wei
 OTHER, COUPLED, STATISTICS = {"other normaliser"}, {"coupled rows"}, {"batch statistics"}
 SAID = {
     "mean": COUNTS, "weighted": COUNTS, "sum": COUNTS, "penalised": COUNTS, "penalised sum": COUNTS,
-    "two means": OTHER, "sum and mean": OTHER, "sum over a power": OTHER, "weighted sum over a root": OTHER,
+    "two means": OTHER, "sum and mean": OTHER, "sum over a power": COUPLED, "weighted sum over a root": COUPLED,
     "norm": COUPLED, "square of the sum": COUPLED, "contrastive": {"in-batch negatives"},
 }  # fmt: skip
 

@@ -71,7 +71,6 @@ def scaled(grads, factor):
 # The mistake, the loss and the options that its fix says, and what it says to do with the result.
 TERMS = mistakes.terms
 CURED = {
-    "a sum over a root": (lambda *args: TERMS(*args).sum(), {"fold": funcga.sum()}, lambda value, grads: scaled(grads, 12**-0.5)),
     "log of a mean": (lambda *args: TERMS(*args).mean(), {}, lambda value, grads: scaled(grads, 1 / value)),
     "a norm": (lambda *args: TERMS(*args).sum(), {"fold": funcga.sum()}, lambda value, grads: scaled(grads, 0.5 * value**-0.5)),
 }  # fmt: skip

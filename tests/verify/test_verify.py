@@ -101,6 +101,13 @@ def test_a_verdict_that_all_is_well():
     assert (verdict.dtype, verdict.notes, verdict.causes) == ("float64", (), ())
 
 
+@pytest.mark.parametrize(("n", "splits"), [(1, ["n = 3"]), ((2, 1), ["n = 2"]), ((), ["n = 3"]), (13, ["n = 12"])])
+def test_what_is_compared_where_n_is_1_or_too_large(n, splits):
+    """As in `accumulate`, there are at most as many micro-batches as rows; one shows nothing."""
+    verdict = funcga.verify(*regress()[:1], *regress()[1], n=n)
+    assert [row.split for row in verdict.rows] == [*splits, "uneven, permuted"]
+
+
 def refused_by_torch(params, x, y):
     if x.dtype == torch.float64:
         raise RuntimeError("!x INTERNAL ASSERT FAILED at 'a.cpp':1, please report a bug to PyTorch. Expected float")
@@ -169,12 +176,8 @@ def nan_in(args):
 
 
 REFUSED = {
-    "n is 1: verify compares": lambda g, a: funcga.verify(g, *a, n=1),
-    "n is (2, 1): verify compares": lambda g, a: funcga.verify(g, *a, n=(2, 1)),
-    "n is (): verify compares": lambda g, a: funcga.verify(g, *a, n=()),
     "n is 0: it must be an int, at least 1": lambda g, a: funcga.verify(g, *a, n=0),
     "n is 'auto': it must be an int": lambda g, a: funcga.verify(g, *a, n="auto"),
-    "n=13 micro-batches were asked of a batch of 12 rows": lambda g, a: funcga.verify(g, *a, n=13),
     "the batch has 1 row, which cannot be split": lambda g, a: funcga.verify(g, a[0], a[1][:1], a[2][:1]),
     "output[0] of grad_fn is not finite for the whole batch (3": lambda g, a: funcga.verify(g, *nan_in(a)),
     "output[0] of grad_fn is not finite for the whole batch": lambda g, a: funcga.verify(g, a[0], a[1], a[2] + torch.inf),

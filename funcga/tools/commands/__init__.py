@@ -8,7 +8,6 @@ import inspect
 import os
 import runpy
 import sys
-import time
 import traceback
 from argparse import Namespace
 from dataclasses import asdict
@@ -29,7 +28,7 @@ from funcga.tools.reports.commands import (
     load_object,
     versions,
 )
-from funcga.tools.reports.tables import json_text
+from funcga.tools.reports.tables import json_text, save
 from funcga.tools.verify import Verdict, job_of, verify
 
 
@@ -44,11 +43,13 @@ def run_parity(options: Namespace) -> int:
     """
     if options.plot or options.html:
         check_installed("matplotlib")
-    how = options.dtype, sorted(options.n), options.updates, options.device
+    how = options.dtype, options.n, options.updates, options.device
     installed = ", ".join(f"{name} {version}" for name, version in versions().items())
     print(f"funcga parity: {installed}")
     names = PROBLEMS if options.problem == "all" else [options.problem]
-    every = [_found(Run(chosen(name, options.seed), *how)) for name in names]
+    every = [Run(chosen(name, options.seed), *how) for name in names]
+    for run in every:
+        print(f"\n{report.as_text(run)}")
     print(f"\n{report.conclusion(every)}")
     _write_json(options, report.as_json(every))
     if options.html or options.plot:
@@ -57,23 +58,8 @@ def run_parity(options: Namespace) -> int:
         if options.html:
             options.html.write_text(page(every), encoding="utf-8")
         if options.plot:
-            picture(every).savefig(options.plot)
+            save(picture(every), "--plot", options.plot)
     return 0 if all(run.ok for run in every) else 1
-
-
-SECONDS = 5
-"""Between two lines that say how far a run is."""
-
-
-def _found(run: Run) -> Run:
-    last = time.monotonic()
-    for _ in run.compute():
-        if time.monotonic() - last >= SECONDS:
-            last = time.monotonic()
-            # On standard error, so that a report in a file has none.
-            print(f"{run.problem.name}: {len(run.results)} comparisons are done", file=sys.stderr)
-    print(f"\n{report.as_text(run)}")
-    return run
 
 
 def run_verify(options: Namespace) -> int:
@@ -99,12 +85,6 @@ def run_verify(options: Namespace) -> int:
         verdicts = {loaded.name: _of_function(loaded, options)}
     for name, verdict in verdicts.items():
         print(f"{name}: {verdict}")
-        if not verdict.gradients:
-            print(
-                f"`{name}` returns no gradients, and values that agree say nothing of them. Write "
-                f"grad_fn = funcga.value_and_grad({name}) in the file, and verify "
-                f"{loaded.module.__file__}:grad_fn."
-            )
     _write_json(options, {name: verdict.as_dict() for name, verdict in verdicts.items()})
     return 0 if all(verdict.ok for verdict in verdicts.values()) else 1
 

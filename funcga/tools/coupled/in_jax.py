@@ -50,7 +50,8 @@ class _Step:
         of_summary = replace(job.gradient, loss_fn=job.program.grad_fn)
         for arg_index, param in zip(arg_indices, params, strict=True):
             of_summary.check_leaves(param, arg_index, backend)
-        trees.check_trained(params)
+        if checks := trees.nnx():
+            checks.check_trained(params)
         rows = arguments.rows()
         sizes = groups(rows, job.program.n, job.program.microbatch_size)
         # The first pass: the summaries. With one micro-batch, XLA merges both passes.

@@ -18,7 +18,7 @@ from funcga._transform import Transform
 from funcga._types import Tree
 from funcga.errors import FuncgaError
 from funcga.tools.optimizers.chain_in_torch import check_not_differentiated
-from funcga.tools.trees import Transfer, converted, in_torch, side
+from funcga.tools.trees import converted, in_torch, side
 from torch_backend import arrays, trees
 from torch_backend.dtensor import is_dtensor
 from torch_backend.parameters import matched
@@ -167,10 +167,10 @@ def in_jax(function: Callable[[dict[str, Tree]], Tree], arguments: dict[str, Tre
             # The caller may write to the tensors when this returns. A device keeps the order
             # itself.
             jax.block_until_ready(leaves)
-        imports = in_torch.import_arrays([Transfer(leaf) for leaf in leaves], None, copy=False)
+        imports = in_torch.import_arrays(leaves, None)
     # JAX may return an argument as it is, and one array in two places.
     results, addresses = [], {tensor.data_ptr() for tensor in tensors}
-    for tensor, _ in imports:
+    for tensor in imports:
         results.append(tensor.clone() if tensor.data_ptr() in addresses else tensor)
         addresses.add(results[-1].data_ptr())
     return jax.tree.unflatten(structure, results)

@@ -45,7 +45,7 @@ class Problem:
 
     Raises:
         FuncgaError: When parity runs it, if the parts do not fit: a loss that is not a scalar,
-            another fold, trees that do not match, NaN in the data.
+            another fold, trees that do not match.
 
     Example:
         >>> params = {"w": np.ones((3, 2), "float32")}

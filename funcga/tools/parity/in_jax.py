@@ -4,7 +4,6 @@ them.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +12,9 @@ from jax import lax
 
 from funcga._transform import Transform
 from funcga._types import Tree
+from funcga.tools.parity.problems import OPTIMIZERS, PAD
 from funcga.tools.verify import in_jax
 from jax_backend.gradients import apply_updates as apply_updates
-
-PAD = 255
-"""The token that fills a row up: the byte 0xFF, which is no letter."""
 
 
 @contextmanager
@@ -32,45 +29,15 @@ def precision(precise: bool) -> Iterator[None]:
 
 def optimizer(name: str) -> Transform:
     """The transform of this name, with the options that both frameworks share."""
-    transforms: dict[str, Callable[[], Transform]] = {
-        "sgd": lambda: optax.sgd(0.5),
-        "momentum": lambda: optax.sgd(0.1, momentum=0.9),
-        "adam": lambda: optax.adam(0.01),
-        "adamw": lambda: optax.adamw(0.01, weight_decay=0.1),
-    }
-    return transforms[name]()
+    options = {**OPTIMIZERS[name]}
+    kind = {"adam": optax.adam, "adamw": optax.adamw}.get(name, optax.sgd)
+    transform: Transform = kind(options.pop("lr"), **options)
+    return transform
 
 
 def compiled(step: Callable[..., Tree]) -> Callable[..., Tree]:
     """The step as this framework's users run it."""
     return jax.jit(step)
-
-
-def unoptimised(step: Callable[..., Tree]) -> Callable[..., Tree]:
-    """The step, compiled as fast as can be: for small programs that have none of the user's
-    code.
-    """
-    return jax.jit(step, compiler_options=_quick_to_compile())
-
-
-# Options of XLA for a program that is to compile fast rather than to run fast: on the CPU a quarter
-# of the time. They may go as they came, as the second one did with jaxlib 0.12, and XLA refuses
-# options that it does not know: those are left out, and compiling takes longer.
-QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
-
-
-@cache
-def _quick_to_compile() -> dict[str, int | bool]:
-    """The `compiler_options` for a jitted function that is small and seldom called."""
-    return {name: value for name, value in QUICK.items() if _is_option({name: value})}
-
-
-def _is_option(option: dict[str, int | bool]) -> bool:
-    try:
-        jax.jit(lambda: 0, compiler_options=option).lower().compile()
-    except jax.errors.JaxRuntimeError:
-        return False
-    return True
 
 
 def digits_loss(params: Tree, images: jax.Array, labels: jax.Array) -> jax.Array:

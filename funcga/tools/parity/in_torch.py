@@ -10,29 +10,21 @@ import torch.nn.functional as F  # noqa: N812 - the name that torch users know
 from funcga._transform import Transform
 from funcga._types import Tree
 from funcga.tools.optimizers.in_torch import from_optimizer
+from funcga.tools.parity.problems import OPTIMIZERS, PAD
 from funcga.tools.verify.in_torch import precision as precision
 from torch_backend.parameters import apply_updates as apply_updates
 
-PAD = 255
-"""The token that fills a row up: the byte 0xFF, which is no letter."""
+_KINDS = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
 
 
 def optimizer(name: str) -> Transform:
     """The transform of this name, with the options that both frameworks share."""
-    return {
-        "sgd": lambda: from_optimizer(torch.optim.SGD, lr=0.5),
-        "momentum": lambda: from_optimizer(torch.optim.SGD, lr=0.1, momentum=0.9),
-        "adam": lambda: from_optimizer(torch.optim.Adam, lr=0.01),
-        "adamw": lambda: from_optimizer(torch.optim.AdamW, lr=0.01, weight_decay=0.1),
-    }[name]()
+    return from_optimizer(_KINDS.get(name, torch.optim.SGD), **OPTIMIZERS[name])
 
 
 def compiled(step: Callable[..., Tree]) -> Callable[..., Tree]:
     """The step as this framework's users run it."""
     return step
-
-
-unoptimised = compiled  # there is nothing to optimise
 
 
 def digits_loss(params: Tree, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -3,13 +3,11 @@
 import io
 from collections.abc import Sequence
 from html import escape
-from typing import NamedTuple
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from funcga.tools.compare.report import Report
 from funcga.tools.parity.report import as_text, conclusion
 from funcga.tools.parity.run import Compared, Run
 
@@ -65,8 +63,8 @@ def picture(every: Sequence[Run]) -> Figure:
         text = f"{run.problem.name}: {result} (no difference at all is drawn at {FLOOR:g})"
         part.suptitle(text, fontweight="bold")
         panels = (_by_n, _by_leaf, _by_micro_batch, _by_update)
-        for axes, panel in zip(part.subplots(2, 2).flatten(), panels, strict=True):
-            _draw(axes, panel(run))
+        for axes, draw in zip(part.subplots(2, 2).flatten(), panels, strict=True):
+            draw(axes, run)
     return whole
 
 
@@ -74,136 +72,81 @@ FLOOR = 1e-18
 """Where no difference at all is drawn, as a logarithmic axis has no 0."""
 
 
-class _Panel(NamedTuple):
-    """What one of the axes shows: the largest relative differences, by name and dtype, at each
-    tick.
-
-    `reports` have the limits. `joined` is whether a line joins neighbouring points, as steps of one
-    course. `empty` stands there if there is no series.
-    """
-
-    title: str
-    xlabel: str
-    ticks: list[str]
-    series: dict[tuple[str, str], list[float]]
-    reports: list[Report]
-    joined: bool = False
-    empty: str = "not run"
-
-    @property
-    def limits(self) -> dict[str, float]:
-        """The largest limit of every dtype."""
-        rows = [row for report in self.reports for row in report.rows]
-        dtypes = dict.fromkeys(row.dtype for row in rows if row.dtype)
-        return {dtype: max(row.limit for row in rows if row.dtype == dtype) for dtype in dtypes}
-
-
 _WHOLE = "n = 1 is the full batch"  # of which nothing is accumulated: both are the same call
 
 
-def _by_n(run: Run) -> _Panel:
+def _by_n(axes: Axes, run: Run) -> None:
     accumulated = [c for c in run.of("accumulation") if c.n != 1]
-    return _Panel(
-        "accumulated vs full batch",
-        "n, micro-batches",
-        [str(n) for n in dict.fromkeys(c.n for c in accumulated)],
-        _series(accumulated),
-        [c.report for c in accumulated],
-        joined=True,
-        empty=_WHOLE,
-    )
+    axes.set(title="accumulated vs full batch", xlabel="n, micro-batches")
+    ticks = [str(n) for n in dict.fromkeys(c.n for c in accumulated)]
+    _draw(axes, ticks, _series(accumulated), accumulated, _WHOLE)
 
 
-def _by_leaf(run: Run) -> _Panel:
+def _by_leaf(axes: Axes, run: Run) -> None:
     full = [c for c in run.of("model") if c.micro_batch is None]
     # With one framework alone its largest n stands for the comparison of the full batches.
     full = full or [c for c in run.of("accumulation") if c.n == run.n]
     leaves = {c.dtype: [row for row in c.report.rows if row.path != "loss"] for c in full}
-    return _Panel(
-        f"{full[0].what}, leaf by leaf",
-        "leaf, in the order of the parameters",
-        [row.path for row in leaves[full[0].dtype]],
-        {("", dtype): [row.relative for row in rows] for dtype, rows in leaves.items()},
-        [c.report for c in full],
-    )
+    axes.set(title=f"{full[0].what}, leaf by leaf", xlabel="leaf, in the order of the parameters")
+    series = {dtype: [row.relative for row in rows] for dtype, rows in leaves.items()}
+    _draw(axes, [row.path for row in leaves[full[0].dtype]], series, full)
 
 
-def _by_micro_batch(run: Run) -> _Panel:
+def _by_micro_batch(axes: Axes, run: Run) -> None:
     model, n = run.of("model"), run.n
     micro = [c for c in model if c.micro_batch is not None and n > 1]
-    return _Panel(
-        "torch vs JAX, each micro-batch",
-        "micro-batch",
-        [str(number) for number in range(1, n + 1)],
-        _series(micro),
-        [c.report for c in micro],
-        empty=_WHOLE if model else "not run",
-    )
+    axes.set(title="torch vs JAX, each micro-batch", xlabel="micro-batch")
+    ticks = [str(number) for number in range(1, n + 1)]
+    _draw(axes, ticks, _series(micro), micro, _WHOLE if model else "not run")
 
 
-def _by_update(run: Run) -> _Panel:
+def _by_update(axes: Axes, run: Run) -> None:
     trained = run.of("training")
-    updates = max((len(t.reports) for t in trained), default=0)
-    return _Panel(
-        "torch vs JAX, parameters in training",
-        "update",
-        [str(update) for update in range(1, updates + 1)],
-        {(t.training.optimizer, t.dtype): [report.most for report in t.reports] for t in trained},
-        [t.reports[-1] for t in trained],
-        joined=True,
-    )
+    axes.set(title="torch vs JAX, parameters in training", xlabel="update")
+    ticks = [str(update) for update in range(1, run.updates + 1)]
+    series = {f"{c.optimizer}, {c.dtype}": [each.most for each in c.reports] for c in trained}
+    _draw(axes, ticks, series, trained)
 
 
-def _series(compared: list[Compared]) -> dict[tuple[str, str], list[float]]:
-    values: dict[tuple[str, str], list[float]] = {}
+def _series(compared: list[Compared]) -> dict[str, list[float]]:
+    values: dict[str, list[float]] = {}
     for each in compared:
-        values.setdefault((each.framework or "", each.dtype), []).append(each.report.most)
+        name = f"{each.framework}, {each.dtype}" if each.framework else each.dtype
+        values.setdefault(name, []).append(each.report.most)
     return values
 
 
-# What can be told apart without colours: a name by its marker, a dtype by its dashes and by the
-# size of its markers, so that of two in one place the larger one is a ring around the smaller.
-# Colours: Okabe and Ito (2008).
-_STYLES = {"float64": ("-", 4), "float32": ("--", 8), "bfloat16": (":", 11), "float16": ("-.", 14)}
-_MARKERS = "osD^"
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
-
-
-def _draw(axes: Axes, panel: _Panel) -> None:
-    axes.set(
-        title=panel.title,
-        yscale="log",
-        xlabel=panel.xlabel,
-        ylabel="largest relative difference",
-    )
+def _draw(
+    axes: Axes,
+    ticks: list[str],
+    series: dict[str, list[float]],
+    compared: list[Compared],
+    empty: str = "not run",
+) -> None:
+    """Draws the largest relative differences, by name, at each tick, and the limits of what was
+    compared. `empty` stands there if there is no series.
+    """
+    axes.set(yscale="log", ylabel="largest relative difference")
     axes.grid(alpha=0.3)
-    if not panel.series:
-        axes.text(0.5, 0.5, panel.empty, transform=axes.transAxes, ha="center")
+    if not series:
+        axes.text(0.5, 0.5, empty, transform=axes.transAxes, ha="center")
         axes.set_axis_off()
         return
-    names = list(dict.fromkeys(name for name, _ in panel.series))
-    for (name, dtype), values in panel.series.items():
-        index = names.index(name) % len(_MARKERS)
-        dashes, size = _STYLES[dtype]
-        axes.plot(
-            [max(value, FLOOR) for value in values],
-            label=f"{name}, {dtype}" if name else dtype,
-            color=_COLOURS[index],
-            marker=_MARKERS[index],
-            markersize=size,
-            markerfacecolor=None if size == 4 else "none",
-            linestyle=dashes if panel.joined else "",
-        )
-    for dtype, limit in panel.limits.items():
-        if limit > 0:
-            axes.axhline(limit, color="0.4", linestyle=(0, (1, 4)))
-            text, data = f"limit, {dtype}", axes.get_yaxis_transform()
-            axes.text(1, limit, text, transform=data, ha="right", va="bottom", fontsize="x-small")
+    # What can be told apart without colours; of two in one place a ring is around the smaller one.
+    sizes = [4, 6, 8, 10, 12, 14]
+    axes.set_prop_cycle(marker=[*"osD^vP"], markersize=sizes, color=[*"brgmck"])
+    for name, values in series.items():
+        shown = [max(value, FLOOR) for value in values]
+        axes.plot(shown, label=name, markerfacecolor="none", linewidth=0.5)
+    rows = [row for c in compared for row in c.reports[-1].rows if row.dtype and row.limit]
+    limits = {row.dtype: row.limit for row in sorted(rows, key=lambda row: row.limit)}
+    for dtype, limit in limits.items():
+        axes.axhline(limit, color="0.4", linestyle=":")
+        text, data = f"limit, {dtype}", axes.get_yaxis_transform()
+        axes.text(1, limit, text, transform=data, ha="right", va="bottom", fontsize="x-small")
     # More names than these would cover one another.
-    every = -(-len(panel.ticks) // 24)
-    rotation = 0 if panel.ticks[0].isdecimal() else 60
-    positions = range(0, len(panel.ticks), every)
-    axes.set_xticks(positions, panel.ticks[::every], fontsize="x-small", rotation=rotation)
-    axes.margins(y=0.1)
+    every = -(-len(ticks) // 24)
+    positions = range(0, len(ticks), every)
+    axes.set_xticks(positions, ticks[::every], fontsize="x-small", rotation=60)
     axes.set_ylim(bottom=FLOOR / 3)
     axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize="small", frameon=False)

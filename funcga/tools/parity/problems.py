@@ -18,6 +18,14 @@ from funcga.tools.trees.rules import torch_to_flax
 PAD = 255
 """The token that fills a row up: the byte 0xFF, which is no letter."""
 
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "sgd": {"lr": 0.5},
+    "momentum": {"lr": 0.1, "momentum": 0.9},
+    "adam": {"lr": 0.01},
+    "adamw": {"lr": 0.01, "weight_decay": 0.1},
+}
+"""The options of the optimizers of a training, which both frameworks share."""
+
 # Of the text. With several thousand tokens, torch's own float32 gradient of the whole batch (not
 # the accumulated one) is more than 2e-6 from its float64 gradient: layer_norm's backward adds up
 # rows one after the other.
@@ -34,7 +42,7 @@ def digits(seed: int = 0) -> Problem:
         "mean cross-entropy of an MLP (64-32-10, tanh) on handwritten digits; fold=funcga.mean()",
         params,
         _digits(),
-        optimizers=("sgd", "momentum", "adam", "adamw"),
+        optimizers=tuple(OPTIMIZERS),
     )
 
 
@@ -189,8 +197,8 @@ def _check(problem: Problem) -> None:
             "nothing to run."
         )
     for name in problem.optimizers:
-        if name not in ("sgd", "momentum", "adam", "adamw"):
+        if name not in OPTIMIZERS:
             raise FuncgaError(
-                f"the problem {problem.name!r} is trained with {name!r}, and parity has sgd, "
-                "momentum, adam, adamw."
+                f"the problem {problem.name!r} is trained with {name!r}, and parity has "
+                f"{', '.join(OPTIMIZERS)}."
             )

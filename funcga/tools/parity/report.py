@@ -3,30 +3,36 @@
 import math
 from collections.abc import Iterator, Sequence
 
+from funcga.errors import listed
 from funcga.tools.compare.report import Report, figure
 from funcga.tools.compare.row import Row
 from funcga.tools.parity.run import CAUSES, Compared, Run
 from funcga.tools.parity.sides import named
 from funcga.tools.reports.commands import versions
 from funcga.tools.reports.tables import text_table
-from funcga.tools.verify.causes import Cause
 
 
 def as_text(run: Run) -> str:
     """What a problem is, its table and its verdict."""
-    problem, rows, weights = run.problem, run.first.rows, run.first.weights
-    about = f"{problem.name}: {problem.about}" if problem.about else problem.name
-    each = f"n = {len(rows)}: {sum(rows)} rows in {len(rows)} micro-batches of {_span(rows)}"
-    weighted = "" if problem.weight is None else f", of weights {_span(weights)}"
+    name, (rows, weights) = run.problem.name, _sizes(run)
+    sizes = f"micro-batches of {_span(rows)}, of weight {_span(weights)}"
     headings = ["cause", "what is compared", *run.dtypes, "worst at", ""]
-    table = text_table([headings, *_lines(run)])
-    sentences = [f"{problem.name}: {sentence}" for sentence in verdict(run)]
-    return "\n".join([about, each + weighted, table, *sentences])
+    lines = [
+        f"{name}: {run.problem.about}",
+        f"n = {len(rows)}: {sum(rows)} rows in {len(rows)} {sizes}",
+        text_table([headings, *_lines(run)]),
+    ]
+    return "\n".join([*lines, *(f"{name}: {sentence}" for sentence in verdict(run))])
+
+
+def _sizes(run: Run) -> tuple[list[int], list[float]]:
+    """The rows and the weights of the micro-batches."""
+    parts = run.first.parts
+    return [part.rows for part in parts], [float(part.weight) for part in parts]
 
 
 def _span(sizes: Sequence[float]) -> str:
-    least, most = min(sizes), max(sizes)
-    return f"{least:g}" if least == most else f"{least:g}..{most:g}"
+    return "..".join(f"{size:g}" for size in sorted({min(sizes), max(sizes)}))
 
 
 def _lines(run: Run) -> Iterator[list[str]]:
@@ -49,16 +55,12 @@ def _lines(run: Run) -> Iterator[list[str]]:
 
 
 def _where(compared: Compared) -> str:
-    path = _path(compared.report)
+    path = compared.report.worst.path if compared.report.worst else ""
     if compared.cause == "training":
-        return f"{path}, update {compared.training.update}"
+        return f"{path}, update {compared.update}"
     if compared.micro_batch is not None:
         return f"{path}, micro-batch {compared.micro_batch + 1}"
     return f"{path}, n={compared.n}" if compared.cause == "accumulation" else path
-
-
-def _path(report: Report) -> str:
-    return report.worst.path if report.worst else ""
 
 
 def _figures(report: Report) -> str:
@@ -78,14 +80,7 @@ def conclusion(every: Sequence[Run]) -> str:
     different = [run.problem.name for run in every if not run.ok]
     if different:
         return f"Verdict: DIFFERENT: {', '.join(different)}."
-    # Of every leaf in everything that was compared, update by update.
-    reports = [report for run in every for c in run.results for report in c.reports]
-    within = [row.ok for report in reports for row in report.rows]
-    if all(within):
-        count, others = f"All {len(within):,}", ""
-    else:
-        count, others = f"{sum(within):,} of {len(within):,}", ", the others rounding"
-    return f"Verdict: the same. {count} differences of a leaf are within their limits{others}."
+    return "Verdict: the same."
 
 
 def as_json(every: Sequence[Run]) -> dict[str, object]:
@@ -99,7 +94,7 @@ def as_json(every: Sequence[Run]) -> dict[str, object]:
 
 
 def _run_as_json(run: Run) -> dict[str, object]:
-    results = [(c, _as_json(run, c)) for c in run.results]
+    results, (rows, weights) = [(c, _as_json(run, c)) for c in run.results], _sizes(run)
     return {
         "problem": run.problem.name,
         "about": run.problem.about,
@@ -107,8 +102,8 @@ def _run_as_json(run: Run) -> dict[str, object]:
         "ok": run.ok,
         "verdict": verdict(run),
         "reduction": run.first.reduction,
-        "microbatch_rows": run.first.rows,
-        "microbatch_weights": run.first.weights,
+        "microbatch_rows": rows,
+        "microbatch_weights": weights,
         "losses": {
             dtype: {side.framework: float(side.whole.loss) for side in sides}
             for dtype, sides in run.sides.items()
@@ -120,21 +115,18 @@ def _run_as_json(run: Run) -> dict[str, object]:
 
 def _as_json(run: Run, result: Compared) -> dict[str, object]:
     """The figures of a result: its fields, and those of its reports."""
-    common = {"dtype": result.dtype, "n": result.n, "ok": result.ok}
-    common["explained"] = not result.ok and run.is_explained(result)
-    training = result.training
-    if result.cause != "training":
-        fields = result._asdict()
-        del fields["report"], fields["training"]
-        return {**fields, **result.report.as_dict(), **common}
-    return {
-        **common,
-        "optimizer": training.optimizer,
-        "losses": training.losses,
-        "diverges": None if result.ok else training.update,
-        "worst": [report.most for report in training.reports],
-        "last": training.reports[-1].as_dict(),
-    }
+    dtype, n, ok, report = result.dtype, result.n, result.ok, result.report
+    common = {"dtype": dtype, "n": n, "ok": ok, "explained": not ok and run.is_explained(result)}
+    if result.cause == "training":
+        return common | {
+            "optimizer": result.optimizer,
+            "losses": result.losses,
+            "diverges": None if ok else result.update,
+            "worst": [report.most for report in result.reports],
+            "last": result.reports[-1].as_dict(),
+        }
+    fields = ("cause", "what", "framework", "micro_batch")
+    return report.as_dict() | {name: getattr(result, name) for name in fields} | common
 
 
 def verdict(run: Run) -> list[str]:
@@ -143,24 +135,12 @@ def verdict(run: Run) -> list[str]:
     """
     if run.ok:
         return [_agreement(run), *_aside(run)]
-    accumulation, model = [*_accumulation(run)], [*_model(run)]
-    # A loss that decomposes in one framework alone is another loss there.
-    first = [*model, *accumulation] if _is_in_one(run) else [*accumulation, *model]
-    return [*_fold(run), *first, *_rounding(run), *_training(run), *_aside(run)]
-
-
-def _wrong(run: Run, cause: str) -> list[Compared]:
-    return [c for c in run.wrong if c.cause == cause]
-
-
-def _is_in_one(run: Run) -> bool:
-    # The full batches differ too, so one loss is not the other.
-    frameworks = {compared.framework for compared in _wrong(run, "accumulation")}
-    return len(frameworks) == 1 and bool(_wrong(run, "model"))
+    causes = (_fold, _accumulation, _model, _rounding, _training, _aside)
+    return [sentence for of_cause in causes for sentence in of_cause(run)]
 
 
 def _fold(run: Run) -> Iterator[str]:
-    wrong = _wrong(run, "fold")
+    wrong = run.wrong("fold")
     if wrong:
         worst = _most(wrong)
         yield (
@@ -170,10 +150,10 @@ def _fold(run: Run) -> Iterator[str]:
 
 
 def _accumulation(run: Run) -> Iterator[str]:
-    wrong = _wrong(run, "accumulation")
+    wrong = run.wrong("accumulation")
     if not wrong:
         return
-    worst, is_in_one, verdicts = _most(wrong), _is_in_one(run), run.verified.values()
+    worst, verdicts = _most(wrong), run.verified.values()
     labels = {compared.framework for compared in wrong}
     label = worst.framework if len(labels) < len(run.problem.losses) else None
     where = f"the loss of {label}" if label else "this loss"
@@ -181,33 +161,21 @@ def _accumulation(run: Run) -> Iterator[str]:
         f"over n = {worst.n} micro-batches ({worst.dtype}) it differs from the full batch by "
         f"{_worst(worst)}"
     )
-    if verdicts and all(verdict.ok for verdict in verdicts):
-        notes = [note for verdict in verdicts for note in verdict.notes]
+    # Both frameworks usually have the same causes.
+    causes = {cause.name: cause for verdict in verdicts for cause in verdict.causes}
+    if verdicts and not causes:
+        notes = "".join(f" ({note}.)" for verdict in verdicts for note in verdict.notes)
         yield (
             f"Accumulated {text}, and verify finds no mistake in {where}: it is the rounding of "
-            f"something inside that computes in less than {worst.dtype}."
-            + "".join(f" ({note}.)" for note in notes[:1])
+            f"something inside that computes in less than {worst.dtype}.{notes}"
         )
         return
     yield f"Accumulation is not exact for {where} with {named(run.problem.fold)}: {text}."
-    if is_in_one:
-        yield (
-            f"The other framework's is exact: {where} divides by something else, or couples its "
-            f"rows. Change {where}; or, if that is the right one, the other one, and then fold= "
-            "and weight= of the Problem, which are for both."
-        )
-    line = f"For {where} alone" if is_in_one else "To fix it"
-    yield from (f"{cause.what} {line}: {cause.fix}" for cause in _causes(run).values())
-
-
-def _causes(run: Run) -> dict[str, Cause]:
-    """The causes that verify has found, by name: both frameworks usually have the same."""
-    causes = [cause for verdict in run.verified.values() for cause in verdict.causes]
-    return {cause.name: cause for cause in causes}
+    yield from (f"{cause.what} To fix it: {cause.fix}" for cause in causes.values())
 
 
 def _model(run: Run) -> Iterator[str]:
-    wrong = _wrong(run, "model")
+    wrong = run.wrong("model")
     if not wrong:
         return
     # The run ends with float64: the finest dtype in which they differ says most.
@@ -228,31 +196,23 @@ def _which(compared: list[Compared]) -> str:
         return "in every micro-batch"
     if not wrong:
         return "in the full batch, but in none of its micro-batches"
-    numbers = ", ".join(wrong[:6]) + ", ..." * (len(wrong) > 6)
     return (
-        f"in micro-batch {numbers} of {len(parts)}, and not in the others: look at what those "
-        "rows have"
+        f"in micro-batch {listed(wrong)} of {len(parts)}, and not in the others: look at what "
+        "those rows have"
     )
 
 
 def _how(report: Report) -> str:
     """In which leaves, and in what way."""
-    beyond, total = [row for row in report.rows if not row.ok], len(report.rows) - 1
-    unmatched = [row for row in beyond if row.status in ("missing", "extra", "shape")]
-    if unmatched:
-        names = ", ".join(f"{row.path} ({row.status})" for row in unmatched)
-        return f"The parameters do not match: {names}."
+    beyond = [row for row in report.rows if not row.ok]
     for row in beyond:
-        if row.status in ("nan", "inf"):
-            return _not_finite(row)
-    return _how_much(beyond, total)
-
-
-def _how_much(beyond: list[Row], total: int) -> str:
-    """How the loss or the gradients differ by numbers alone, in the rows that are beyond."""
-    leaves = [row for row in beyond if row.path != "loss"]
+        torch, jax = (nans + infs for nans, infs in zip(row.nans, row.infs, strict=True))
+        if torch or jax:
+            return f"{row.path} has NaN or infinities: {torch} in torch, {jax} in JAX."
+    leaves, total = [row for row in beyond if row.path != "loss"], len(report.rows) - 1
     count = f"beyond the limit are {len(leaves)} of {total} gradients"
-    if len(leaves) < len(beyond):
+    is_of_loss = len(leaves) < len(beyond)
+    if is_of_loss:
         text = f"The loss itself differs, by {beyond[0].relative:.1e}; {count}"
     else:
         text = f"The loss is the same and its gradient is not; {count}"
@@ -268,36 +228,27 @@ def _how_much(beyond: list[Row], total: int) -> str:
     if worst:
         text += "; most in " + ", ".join(f"{row.path} ({row.relative:.1e})" for row in worst)
     # If the loss is the same, or very different, it is no such constant.
-    if len(leaves) == len(beyond) or beyond[0].relative >= 1e-2:
-        return f"{text}."
-    return (
-        f"{text}. A difference this small often comes from a constant or an approximation: the eps "
-        "of a normalisation, tanh for erf in GELU."
-    )
-
-
-def _not_finite(row: Row) -> str:
-    kind, counts = {"nan": ("NaN", row.nans), "inf": ("infinities", row.infs)}[row.status]
-    where = "both" if all(counts) else "torch" if counts[0] else "JAX"
-    return f"{row.path} has {kind} in {where}: {counts[0]} in torch, {counts[1]} in JAX."
+    if is_of_loss and beyond[0].relative < 1e-2:
+        text += (
+            ". A difference this small often comes from a constant or an approximation: the eps of "
+            "a normalisation, tanh for erf in GELU"
+        )
+    return f"{text}."
 
 
 def _factor(rows: list[Row]) -> float | None:
     """The one number that all leaves differ by, if there is one."""
     # The ratio in one place of each leaf, and the angle between the leaves, for all other places.
-    ratios = [
-        row.values[0] / row.values[1] for row in rows if row.values is not None and row.values[1]
-    ]
-    straight = all(row.cosine is None or row.cosine > 1 - 1e-9 for row in rows)
-    alike = len(ratios) == len(rows) > 0 and all(
-        math.isclose(ratio, ratios[0], rel_tol=1e-6) for ratio in ratios
-    )
-    is_factor = straight and alike and not math.isclose(ratios[0], 1, rel_tol=1e-4)
-    return ratios[0] if is_factor else None
+    ratios = [row.values[0] / row.values[1] for row in rows if row.values and row.values[1]]
+    is_straight = all(row.cosine is None or row.cosine > 1 - 1e-9 for row in rows)
+    if not is_straight or len(ratios) < len(rows):
+        return None
+    is_alike = all(math.isclose(ratio, ratios[0], rel_tol=1e-6) for ratio in ratios)
+    return ratios[0] if is_alike and not math.isclose(ratios[0], 1, rel_tol=1e-4) else None
 
 
 def _rounding(run: Run) -> Iterator[str]:
-    wrong = [c for c in _wrong(run, "rounding") if math.isfinite(c.report.most)]
+    wrong = [c for c in run.wrong("rounding") if math.isfinite(c.report.most)]
     if wrong:
         worst = _most(wrong)
         yield (
@@ -308,27 +259,24 @@ def _rounding(run: Run) -> Iterator[str]:
 
 
 def _training(run: Run) -> Iterator[str]:
-    wrong = sorted(_wrong(run, "training"), key=lambda c: c.training.update)
+    wrong = sorted(run.wrong("training"), key=lambda c: c.update)
     if not wrong:
         return
-    text = f"The training diverges: {', '.join(map(_divergence, wrong))}"
-    text += f"; first {_path(wrong[0].report)}."
-    same = " The gradients agree, so compare what the two optimizers do with them."
-    yield text if _wrong(run, "model") else text + same
-
-
-def _divergence(c: Compared) -> str:
-    return f"{c.training.optimizer} ({c.dtype}) from update {c.training.update} on"
+    each = [f"{c.optimizer} ({c.dtype}) from update {c.update} on" for c in wrong]
+    where = _where(wrong[0]).partition(",")[0]
+    yield f"The training diverges: {', '.join(each)}; first {where}."
+    if not run.wrong("model"):
+        yield "The gradients agree, so compare what the two optimizers do with them."
 
 
 def _aside(run: Run) -> Iterator[str]:
     """The parameters that are left out of the training."""
-    aside = dict.fromkeys(path for c in run.results for path in c.training.aside)
+    aside = dict.fromkeys(path for c in run.results for path in c.aside)
     if aside:
-        names = ", ".join([*aside][:4]) + (" and others" if len(aside) > 4 else "")
         yield (
-            f"Left out of the training with Adam: {names}. The gradient there is 0 except for "
-            "rounding, which Adam divides by itself, so that updates are noise in both frameworks."
+            f"Left out of the training with Adam: {listed([*aside])}. The gradient there is 0 "
+            "except for rounding, which Adam divides by itself, so that updates are noise in both "
+            "frameworks."
         )
 
 
@@ -349,7 +297,7 @@ def _agreement(run: Run) -> str:
         text += f", which this loss makes large: {_worst(_most(large))}, as rounded arguments do"
     for c in run.of("training"):
         if not c.ok:
-            where = f"{c.training.optimizer}, {c.dtype}: from update {c.training.update} on"
+            where = f"{c.optimizer}, {c.dtype}: from update {c.update} on"
             return f"{text}, which training makes larger ({where})."
     return f"{text}."
 

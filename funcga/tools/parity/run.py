@@ -4,7 +4,7 @@ difference.
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import cycle, islice
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from funcga.tools.compare import compare
 from funcga.tools.compare.report import Report
 from funcga.tools.compare.tolerances import epsilon
 from funcga.tools.parity import Problem
-from funcga.tools.parity.sides import Side, fold_by_hand, fold_in_framework
+from funcga.tools.parity.sides import Side, fold_by_hand, fold_in_framework, largest_of
 from funcga.tools.verify import Verdict
 
 CAUSES = {
@@ -43,32 +43,6 @@ that is asked for each.
 """
 
 
-class Training(NamedTuple):
-    """What one optimizer makes of the parameters in both frameworks.
-
-    Attributes:
-        optimizer: The name of the optimizer.
-        losses: The mean loss of every update, in torch.
-        reports: The comparison of the parameters after every update.
-        aside: The parameters that are left out: their gradient is 0 except for rounding, which
-            Adam divides by itself.
-    """
-
-    optimizer: str
-    losses: list[float]
-    reports: list[Report]
-    aside: list[str]
-
-    @property
-    def update(self) -> int:
-        """The first update, from 1, after which a leaf is beyond its limit, or else the last."""
-        beyond = [update for update, report in enumerate(self.reports, 1) if not report.ok]
-        return min(beyond, default=len(self.reports))
-
-
-_NONE = Training("", [], [], [])
-
-
 class Compared(NamedTuple):
     """Two results, compared leaf by leaf.
 
@@ -77,35 +51,46 @@ class Compared(NamedTuple):
         what: What is compared, in words.
         dtype: The dtype of the run.
         n: The number of micro-batches; None for the full batch.
-        report: The comparison; of a training, that of the parameters after `training.update`.
+        reports: The comparison; of a training, that of the parameters after every update.
         framework: The framework of both results, as it is written; None for one against the other.
         micro_batch: Which micro-batch, from 0; None for all of them.
-        training: All updates of a training; empty for any other cause.
+        optimizer: The name of the optimizer of a training.
+        losses: The mean loss of every update, in torch.
+        aside: The parameters that are left out of a training: their gradient is 0 except for
+            rounding, which Adam divides by itself.
     """
 
     cause: str
     what: str
     dtype: str
     n: int | None
-    report: Report
+    reports: list[Report]
     framework: str | None = None
     micro_batch: int | None = None
-    training: Training = _NONE
+    optimizer: str = ""
+    losses: Sequence[float] = ()
+    aside: Sequence[str] = ()
+
+    @property
+    def update(self) -> int:
+        """The first update, from 1, after which a leaf is beyond its limit, or else the last."""
+        beyond = [update for update, report in enumerate(self.reports, 1) if not report.ok]
+        return min(beyond, default=len(self.reports))
+
+    @property
+    def report(self) -> Report:
+        """The comparison; of a training, that after `update`."""
+        return self.reports[self.update - 1]
 
     @property
     def ok(self) -> bool:
         """Whether every leaf is within its limit."""
         return self.report.ok
 
-    @property
-    def reports(self) -> list[Report]:
-        """All of its reports, one for each update of a training."""
-        return self.training.reports or [self.report]
-
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """The run of a problem: take all of `compute`, then ask what was found.
+    """The run of a problem.
 
     Args:
         problem: The problem.
@@ -113,7 +98,6 @@ class Run:
         ns: The numbers of micro-batches.
         updates: The number of training updates of each optimizer.
         device: The device of both frameworks.
-        results: What has been compared, to which `compute` adds.
 
     Raises:
         FuncgaError: If parts of the problem do not fit.
@@ -124,7 +108,6 @@ class Run:
     ns: Sequence[int]
     updates: int
     device: str = "cpu"
-    results: list[Compared] = field(default_factory=list)
 
     @property
     def n(self) -> int:
@@ -145,11 +128,10 @@ class Run:
         """The first side, whose rows and weights are those of all."""
         return self.sides[self.dtypes[0]][0]
 
-    def compute(self) -> Iterator[Compared]:
-        """Computes and compares, one result after the other."""
-        for result in self._compared():
-            self.results.append(result)
-            yield result
+    @cached_property
+    def results(self) -> list[Compared]:
+        """What has been compared."""
+        return [*self._compared()]
 
     def _compared(self) -> Iterator[Compared]:
         for sides in self.sides.values():
@@ -160,7 +142,7 @@ class Run:
             for side in sides:
                 yield from self._folded(side, sides[0])
                 yield from self._rounded(side)
-        if len(self.problem.losses) == 2 and self.updates:
+        if len(self.problem.losses) == 2 and self.updates > 0:
             for sides in self.sides.values():
                 for optimizer in self.problem.optimizers:
                     yield self._trained(sides, optimizer)
@@ -170,54 +152,64 @@ class Run:
         for n in self.ns:
             report = side.report(side.accumulated(n), whole, ("accumulated", "full batch"))
             what = f"{side.label} vs full batch"
-            yield Compared("accumulation", what, side.dtype, n, report, side.label)
+            yield Compared("accumulation", what, side.dtype, n, [report], side.label)
 
     def _model(self, torch: Side, jax: Side) -> Iterator[Compared]:
-        names, rules = ("torch", "JAX"), self.problem.rules
-        report = torch.report(torch.whole, jax.whole, names, rules)
-        yield Compared("model", "torch vs JAX, full", torch.dtype, None, report)
+        names = ("torch", "JAX")
+        report = torch.report(torch.whole, jax.whole, names)
+        yield Compared("model", "torch vs JAX, full", torch.dtype, None, [report])
         pairs = zip(torch.micro_batches, jax.micro_batches, strict=True)
         for index, (left, right) in enumerate(pairs):
-            report, what = torch.report(left, right, names, rules), "torch vs JAX, micro"
-            yield Compared("model", what, torch.dtype, self.n, report, micro_batch=index)
+            report, what = torch.report(left, right, names), "torch vs JAX, micro"
+            yield Compared("model", what, torch.dtype, self.n, [report], micro_batch=index)
 
     def _folded(self, side: Side, first: Side) -> Iterator[Compared]:
         # All fold the micro-batch gradients of the first framework, so what differs is the fold.
         gradients, label = [result.gradient for result in first.micro_batches], side.label
+        weights = [part.weight for part in first.parts]
         stacked = {path: np.stack([each[path] for each in gradients]) for path in gradients[0]}
-        fold, sums = fold_in_framework(side, stacked, first.weights)
-        fold_of_numpy, sums_of_numpy = fold_by_hand(self.problem.fold, stacked, first.weights)
+        fold, sums = fold_in_framework(side, stacked, weights)
+        fold_of_numpy, sums_of_numpy = fold_by_hand(self.problem.fold, stacked, weights)
         # The fold is exact to rounding, and plain sums in the same order to the last bit.
         names = (label, "NumPy")
         report = side.compared(fold, fold_of_numpy, names, self.n)
-        yield Compared("fold", f"{label} vs NumPy", side.dtype, self.n, report, label)
+        yield Compared("fold", f"{label} vs NumPy", side.dtype, self.n, [report], label)
         report = compare(sums, sums_of_numpy, rtol=0, names=names)
-        yield Compared("fold", f"{label}, plain sums", side.dtype, self.n, report, label)
+        yield Compared("fold", f"{label}, plain sums", side.dtype, self.n, [report], label)
 
     def _rounded(self, side: Side) -> Iterator[Compared]:
         for exact in self.sides.get("float64", ()):
             if exact.framework == side.framework and side.dtype != "float64":
                 names = (side.dtype, "float64")
-                report = side.report(side.whole, exact.whole, names, check_dtype=False)
+                report = side.report(side.whole, exact.whole, names)
                 what = f"{side.label} vs float64"
-                yield Compared("rounding", what, side.dtype, None, report, side.label)
+                yield Compared("rounding", what, side.dtype, None, [report], side.label)
 
     def _trained(self, sides: Sequence[Side], optimizer: str) -> Compared:
         left, right = sides
+        names = (left.label, right.label)
         # Adam divides a gradient by its own size: one that is rounding alone becomes an update of
         # full size.
         aside = [_zeros(side) if "adam" in optimizer else [] for side in sides]
-        training = Training(optimizer, [], [], aside[0])
         runs = (_updates(left, optimizer, aside[0]), _updates(right, optimizer, aside[1]))
+        losses, reports = list[float](), list[Report]()
         pairs = islice(zip(*runs, strict=True), self.updates)
         for update, ((loss, params), (_, others)) in enumerate(pairs, 1):
             # Every update adds the rounding of its gradient.
-            terms, names = left.reduction * update, (left.label, right.label)
-            training.losses.append(loss)
-            training.reports.append(left.compared(params, others, names, terms, self.problem.rules))
+            terms = left.reduction * update
+            losses.append(loss)
+            reports.append(left.compared(params, others, names, terms))
         what, n = f"{optimizer}, {self.updates} updates", min(self.n, _WINDOW)
-        report = training.reports[training.update - 1]
-        return Compared("training", what, left.dtype, n, report, training=training)
+        return Compared(
+            "training",
+            what,
+            left.dtype,
+            n,
+            reports,
+            optimizer=optimizer,
+            losses=losses,
+            aside=aside[0],
+        )
 
     # --- what was found
 
@@ -254,15 +246,14 @@ class Run:
         """Whether it is beyond its limit, and rounding does not explain that."""
         return not (result.ok or self.is_explained(result))
 
-    @property
-    def wrong(self) -> list[Compared]:
-        """The results that are wrong."""
-        return [*filter(self.is_wrong, self.results)]
+    def wrong(self, cause: str) -> list[Compared]:
+        """The results for a cause that are wrong."""
+        return [compared for compared in self.of(cause) if self.is_wrong(compared)]
 
     @property
     def ok(self) -> bool:
         """Whether nothing differs except by rounding."""
-        return not self.wrong
+        return not any(map(self.is_wrong, self.results))
 
     @cached_property
     def verified(self) -> dict[str, Verdict]:
@@ -274,7 +265,7 @@ class Run:
         return {
             side.label: side.verified(max(self.n, 2))
             for side in self.sides[self.finest]
-            if side.whole.is_finite and side.label in labels
+            if side.label in labels and math.isfinite(largest_of(side.whole.gradient))
         }
 
     @cached_property
@@ -305,7 +296,7 @@ def _updates(
     with side.running():
         params = side.args[0]
         # What follows the parameters in a call, and the weight, of every micro-batch.
-        parts = cycle([([*args[1:]], side.weight(args, rows)) for args, rows in side.parts])
+        parts = cycle([(part.args[1:], part.weight) for part in side.parts])
         tx = multi_steps(side.own.optimizer(optimizer), window, fold=side.problem.fold)
         # In JAX a state that is not placed as the steps place it would make the second step compile
         # anew.
@@ -315,7 +306,7 @@ def _updates(
         changes, state = tx.update(grads, state, params, weight=weight)
         return side.own.apply_updates(params, changes), state
 
-    step = side.own.unoptimised(after)
+    step = side.own.compiled(after)
     while True:
         losses = []
         with side.running():
@@ -329,7 +320,6 @@ def _updates(
 
 def _zeros(side: Side) -> list[str]:
     """The paths of the gradients that are 0 except for rounding."""
-    leaves = side.whole.gradient.items()
-    sizes = {path: float(np.abs(leaf).max(initial=0)) for path, leaf in leaves}
-    limit = 4 * epsilon(side.dtype) * max(sizes.values())
-    return [path for path, size in sizes.items() if size <= limit]
+    gradient = side.whole.gradient
+    limit = 4 * epsilon(side.dtype) * largest_of(gradient)
+    return [path for path, leaf in gradient.items() if np.abs(leaf).max(initial=0) <= limit]

@@ -25,8 +25,7 @@ from funcga.tools.compare import compare, tolerances
 from funcga.tools.compare.report import Report
 from funcga.tools.compare.row import Row, row_of
 from funcga.tools.parity import Problem
-from funcga.tools.trees import ExportError, map_arrays, to_jax, to_numpy, to_torch
-from funcga.tools.trees.rules import Rule
+from funcga.tools.trees import map_arrays, to_jax, to_numpy, to_torch
 from funcga.tools.verify import Verdict, verify
 from funcga.trees import match
 
@@ -42,13 +41,13 @@ class Result(NamedTuple):
     loss: Array
     gradient: dict[str, Array]
 
-    @property
-    def is_finite(self) -> bool:
-        """Whether every number of it is."""
-        return all(
-            np.isfinite(leaf.astype(np.float64)).all()
-            for leaf in (self.loss, *self.gradient.values())
-        )
+
+class Part(NamedTuple):
+    """A micro-batch: the arguments of the gradient function, its rows, and its weight."""
+
+    args: tuple[Tree, ...]
+    rows: int
+    weight: Scalar
 
 
 @dataclass(frozen=True)
@@ -120,24 +119,12 @@ class Side:
         nor divided.
         """
         with self.running():
-            return [self.result(self.compiled(*args)) for args, _ in self.parts]
-
-    @property
-    def weights(self) -> list[float]:
-        """The weight of each of n micro-batches."""
-        with self.running():
-            return [float(self.weight(args, rows)) for args, rows in self.parts]
+            return [self.result(self.compiled(*part.args)) for part in self.parts]
 
     def weight(self, args: tuple[Tree, ...], rows: int) -> Scalar:
         """The weight of a micro-batch of so many rows."""
         weight = self.problem.weight
         return rows if weight is None else weight(*self.arguments.split_args(args))
-
-    @property
-    def rows(self) -> list[int]:
-        """The rows of each of n micro-batches."""
-        with self.running():
-            return [rows for _, rows in self.parts]
 
     @property
     def reduction(self) -> int:
@@ -158,11 +145,13 @@ class Side:
         """The params and the batch, and how they are split."""
         return read_arguments(self.args, self.problem.in_axes, self.gradient, self.backend)
 
-    @property
-    def parts(self) -> list[tuple[tuple[Tree, ...], int]]:
-        """(args, rows) of each of n micro-batches."""
-        rows = groups(self.arguments.rows(), self.n, None)
-        return [(self.arguments.cut(start, size, []), size) for start, size in starts(rows)]
+    @cached_property
+    def parts(self) -> list[Part]:
+        """The n micro-batches."""
+        sizes = starts(groups(self.arguments.rows(), self.n, None))
+        with self.running():
+            cut = [(self.arguments.cut(start, size, []), size) for start, size in sizes]
+            return [Part(args, rows, self.weight(args, rows)) for args, rows in cut]
 
     @property
     def label(self) -> str:
@@ -221,12 +210,6 @@ class Side:
     def _cast(self, array: Array) -> Array:
         """An array with floats in the dtype of the side, integers in the usual one."""
         if is_float(array.dtype):
-            count = int((~np.isfinite(array.astype(np.float64))).sum())
-            if count:
-                raise ExportError(
-                    f"{array.dtype}{list(array.shape)}, of which {count} are not finite: leave "
-                    "these rows out, or mask them with finite numbers"
-                )
             if self.dtype == "bfloat16":
                 importlib.import_module("ml_dtypes")  # which brings the name
             return array.astype(self.dtype)
@@ -248,31 +231,13 @@ class Side:
         leaves = paths_and_leaves(tree, self.backend.trees.children)
         return {path: to_numpy(leaf) for path, leaf in leaves if self.backend.arrays.is_array(leaf)}
 
-    def report(
-        self,
-        left: Result,
-        right: Result,
-        names: tuple[str, str],
-        rules: Sequence[Rule] = (),
-        check_dtype: bool = True,
-    ) -> Report:
+    def report(self, left: Result, right: Result, names: tuple[str, str]) -> Report:
         """The Report of two results: the loss, then the gradients in the order in which the
         parameters were given.
         """
-        terms, limit = self.reduction, self.limit(names, self.reduction)
-        report = self.compared(left.gradient, right.gradient, names, terms, rules, check_dtype)
-        loss = row_of("loss", left.loss, right.loss, limit=limit, check_dtype=check_dtype)
+        report = self.compared(left.gradient, right.gradient, names, self.reduction)
+        loss = row_of("loss", left.loss, right.loss, limit=report.rtol, check_dtype=False)
         return replace(report, rows=(loss, *report.rows))
-
-    def limit(self, names: tuple[str, str], reduction: int) -> float:
-        """What a relative difference may be: what rounding in sums explains, and in float64 what
-        depth may add to it.
-
-        A mistake still shows there: it is larger by orders of magnitude.
-        """
-        depth = 1e-12 if names == tuple(FRAMEWORKS.values()) else 1e-13
-        limit = tolerances.limit(self.dtype, reduction)
-        return max(limit, depth) if self.dtype == "float64" else limit
 
     def compared(
         self,
@@ -280,25 +245,28 @@ class Side:
         right: dict[str, Array],
         names: tuple[str, str],
         reduction: int,
-        rules: Sequence[Rule] = (),
-        check_dtype: bool = True,
     ) -> Report:
         """The Report of the leaves of two trees, in the order of the left one.
 
-        A leaf that is a sum of what cancels may be apart by 4 epsilons of what it is a sum of, for
-        which the largest leaf stands; if it is 0 but for that, its difference is said relative to
-        the largest leaf.
+        The limit is what rounding in sums explains. In float64 depth may add to it, and a mistake
+        still shows there: it is larger by orders of magnitude. A leaf that is a sum of what cancels
+        may be apart by 4 epsilons of what it is a sum of, for which the largest leaf stands; if it
+        is 0 but for that, its difference is said relative to the largest leaf.
         """
+        is_between = names == tuple(FRAMEWORKS.values())
+        limit = tolerances.limit(self.dtype, reduction)
+        if self.dtype == "float64":
+            limit = max(limit, 1e-12 if is_between else 1e-13)
         # In a sum that cancels, rounding is relative to the terms, and not to what is left of them.
-        largest = max((float(np.abs(leaf).max(initial=0)) for leaf in right.values()), default=0.0)
+        largest = largest_of(right)
         report = compare(
             left,
             right,
-            rtol=self.limit(names, reduction),
+            rtol=limit,
             atol=4 * tolerances.epsilon(self.dtype) * largest if np.isfinite(largest) else 0.0,
-            rules=rules,
+            rules=self.problem.rules if is_between else (),
             names=names,
-            check_dtype=check_dtype,
+            check_dtype=False,
         )
         # `compare` has the order of the right tree.
         order = {path: position for position, path in enumerate(left)}
@@ -312,13 +280,17 @@ class Side:
 
     def result(self, value_and_gradient: Tree, divisor: float = 1) -> Result:
         """The loss and the gradient that a gradient function has returned, divided."""
-        loss, gradient = value_and_gradient
+        loss, gradient = to_numpy(value_and_gradient[0]), self.named(value_and_gradient[1])
 
         def divided(leaf: Array) -> Array:
-            return leaf / np.asarray(divisor, leaf.dtype)
+            return leaf / leaf.dtype.type(divisor)
 
-        named = {path: divided(leaf) for path, leaf in self.named(gradient).items()}
-        return Result(divided(to_numpy(loss)), named)
+        return Result(divided(loss), {path: divided(leaf) for path, leaf in gradient.items()})
+
+
+def largest_of(leaves: dict[str, Array]) -> float:
+    """The largest absolute value of all leaves; NaN if there is one."""
+    return float(np.max([float(np.abs(x).max(initial=0)) for x in leaves.values()], initial=0))
 
 
 def is_float(dtype: Dtype) -> bool:
@@ -366,9 +338,7 @@ def fold_in_framework(side: Side, stacked: dict[str, Array], weights: Sequence[f
     """The Folded of a framework, by the loop that accumulates gradients: a row is the gradient
     of a micro-batch.
     """
-    # Counts stay integers, as they come from a loader.
-    is_count = all(float(weight).is_integer() for weight in weights)
-    dtype = "int32" if is_count else "float64" if side.dtype == "float64" else "float32"
+    dtype = "float64" if side.dtype == "float64" else "float32"
 
     def first(gradients: dict[str, Array], weights: Array) -> Tree:
         gradient = {path: leaf[0] for path, leaf in gradients.items()}
@@ -380,7 +350,7 @@ def fold_in_framework(side: Side, stacked: dict[str, Array], weights: Sequence[f
         step = accumulate(
             first, len(weights), fold=folds, weight=lambda gradients, weights: weights[0], in_axes=0
         )
-        folded, sums = to_numpy(side.own.unoptimised(step)(*batch))
+        folded, sums = to_numpy(side.own.compiled(step)(*batch))
         return folded, sums
 
 

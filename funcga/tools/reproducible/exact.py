@@ -43,10 +43,12 @@ Design note: docs/concepts/inside_exact.md.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Any, NamedTuple
 
 from funcga import normalizers, reducers
 from funcga._types import Array, Dtype, Namespace, Reduced, Scalar
+from funcga.errors import FuncgaError
 from funcga.folds import Fold
 from funcga.monoids import Monoid
 from funcga.monoids import sum as plain_sum
@@ -56,6 +58,14 @@ MOST = 2**11
 # What stands in `leading` for a term that is out of range. The others of a sum add up to at most
 # 2**24 there in float32, and to 2**53 in float64.
 BEYOND = 2.0**60
+
+
+def no_derivative() -> FuncgaError:
+    """The error for a step with an exact sum inside of a loss that is differentiated."""
+    return FuncgaError(
+        "a step with the fold reproducible() is differentiated, and its sums of integers have no "
+        "derivative: it would be 0. Use the plain fold inside of a loss."
+    )
 
 
 class Format(NamedTuple):
@@ -299,7 +309,9 @@ class Lift:
 
     def __call__(self, xp: Namespace, value: Array, weight: Scalar) -> Reduced:
         """The exact sum of one term."""
-        term = self.lift(xp, value, weight)
+        framework = "torch" if xp.__name__ == "torch" else "jax"
+        side = import_module(f"funcga.tools.reproducible.in_{framework}")
+        term = self.lift(xp, side.readable(value), weight)
         return expanded(xp, term, self.limit) if "float" in str(term.dtype) else term
 
 

@@ -126,30 +126,20 @@ def to_numpy(tree: Tree, *, copy: bool | None = True) -> Tree:
     _check_copy(copy)
     walk = _walk(tree, None)
 
-    def export(leaf: Array, owner: Backend | None) -> Transfer:
-        exported = Transfer(leaf) if owner is None else side(owner).export_array(leaf, set())
-        # What was copied on the way need not be copied again, unless JAX keeps it.
-        is_ours = exported.copied is not None and exported.array.flags.writeable
-        return (
-            exported
-            if is_ours or copy is not True
-            else Transfer(exported.array.copy(), "a copy was asked for")
-        )
+    def export(leaf: Array, owner: Backend | None) -> Array:
+        return leaf if owner is None else side(owner).export_array(leaf, set())
 
-    return walk.rebuilt(walk.exports(export), copy)
+    arrays = walk.mapped(export)
+    if copy:
+        # What is read-only may be JAX's own.
+        arrays = [array if array.flags.writeable else array.copy() for array in arrays]
+    return walk.rebuilt(arrays, copy, lambda shared: [array.copy() for array in shared])
 
 
 def map_arrays(function: Callable[[Array], Array], tree: Tree) -> Tree:
     """The tree with a function applied to each of its arrays, as NumPy's."""
-    walk = _walk(tree := to_numpy(tree, copy=None), None)
-    return walk.rebuilt(walk.exports(lambda leaf, _: Transfer(function(leaf))), None)
-
-
-class Transfer(NamedTuple):
-    """An array on its way to another framework, and why it was copied; None if it was not."""
-
-    array: Array
-    copied: str | None = None
+    walk = _walk(to_numpy(tree, copy=None), None)
+    return walk.rebuilt(walk.mapped(lambda leaf, _: function(leaf)), None, list)
 
 
 class ExportError(Exception):
@@ -182,20 +172,17 @@ def converted(
     walk = _walk(tree, target, name)
 
     # First every array is exported, so that an error comes before anything is copied.
-    def export(leaf: Array, owner: Backend | None) -> Transfer:
+    def export(leaf: Array, owner: Backend | None) -> Array:
         # NumPy's arrays belong to no framework, and every one takes them.
         if owner is None:
             exported = _export_numpy(leaf)
         else:
-            exported = (
-                Transfer(leaf) if owner is target else side(owner).export_array(leaf, platforms)
-            )
-        side(target).check_importable(exported.array)
+            exported = leaf if owner is target else side(owner).export_array(leaf, platforms)
+        side(target).check_importable(exported)
         return exported
 
-    return walk.rebuilt(
-        side(target).import_arrays(walk.exports(export), target_device, copy is True), copy
-    )
+    arrays = side(target).import_arrays(walk.mapped(export), target_device)
+    return walk.rebuilt(arrays, copy, side(target).copies)
 
 
 def _check_copy(copy: object) -> None:
@@ -206,7 +193,7 @@ def _check_copy(copy: object) -> None:
         )
 
 
-def _export_numpy(leaf: Array) -> Transfer:
+def _export_numpy(leaf: Array) -> Array:
     """An array or scalar of NumPy as a plain array, whose bytes are in this machine's order."""
     if is_of_numpy(leaf, "MaskedArray"):
         raise ExportError(
@@ -214,16 +201,7 @@ def _export_numpy(leaf: Array) -> Transfer:
             "has none"
         )
     array = leaf.__array__()
-    if not array.dtype.isnative:
-        return Transfer(
-            array.astype(array.dtype.newbyteorder("=")),
-            f"its bytes are in another order ({array.dtype.str}); x.astype({array.dtype.name!r}) "
-            "has them in order",
-        )
-    is_scalar = not is_of_numpy(leaf, "ndarray")
-    return Transfer(
-        array, "it is a scalar of NumPy; numpy.asarray(x) is an array" if is_scalar else None
-    )
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
 def shares_memory(left: Tree, right: Tree) -> dict[str, bool]:
@@ -257,12 +235,11 @@ def shares_memory(left: Tree, right: Tree) -> dict[str, bool]:
             f"right has {listed(new)}. Compare trees of the same structure, such as a tree and "
             "funcga.to_jax(tree, copy=None)."
         )
-    return {
-        path: any(
-            start < last and first < end for start, end in extents for first, last in rights[path]
-        )
-        for path, extents in lefts.items()
-    }
+    return {path: _overlap(extents, rights[path]) for path, extents in lefts.items()}
+
+
+def _overlap(lefts: list["Extent"], rights: list["Extent"]) -> bool:
+    return any(start < last and first < end for start, end in lefts for first, last in rights)
 
 
 Extent = tuple[int, int]
@@ -291,11 +268,8 @@ def _extents_of(array: Array, owner: Backend | None) -> list[Extent]:
     if owner is not None:
         extents: list[Extent] = side(owner).extents(array)
         return extents
-    if not is_of_numpy(array, "ndarray") or not array.size:
-        return []
-    return [
-        extent(array.__array_interface__["data"][0], array.shape, array.strides, array.itemsize)
-    ]
+    start = array.__array_interface__["data"][0] if array.size else 0
+    return [extent(start, array.shape, array.strides, array.itemsize)] if array.size else []
 
 
 class _Walk(NamedTuple):
@@ -314,28 +288,41 @@ class _Walk(NamedTuple):
         """The path of a leaf, as it is written in code."""
         return leaf_paths(self.tree, self.walker.trees, self.name)[leaf_index]
 
-    def exports(self, export: Callable[[Array, Backend | None], Transfer]) -> list[Transfer]:
+    def mapped(self, function: Callable[[Array, Backend | None], Array]) -> list[Array]:
         """Calls a function with every array and its owner. An ExportError becomes a FuncgaError
         with the path.
         """
-        transfers = []
+        arrays = []
         for index, owner in self.owners.items():
             try:
-                transfers.append(export(self.leaves[index], owner))
+                arrays.append(function(self.leaves[index], owner))
             except ExportError as error:
                 raise FuncgaError(f"`{self.path(index)}` is {error}.") from error
-        return transfers
+        return arrays
 
-    def rebuilt(self, transfers: list[Transfer], copy: bool | None) -> Tree:
-        """The tree with these arrays. Raises FuncgaError if one was copied despite copy=False."""
-        leaves = [*self.leaves]
-        for index, (array, copied) in zip(self.owners, transfers, strict=True):
-            if copy is False and copied is not None:
-                raise FuncgaError(
-                    f"copy=False asks for no copy, and `{self.path(index)}` cannot be shared: "
-                    f"{copied}. copy=None copies what cannot be shared, and nothing else."
-                )
+    def rebuilt(
+        self, arrays: list[Array], copy: bool | None, copies: Callable[[list[Array]], list[Array]]
+    ) -> Tree:
+        """The tree with these arrays; if `copy`, with copies of those in the memory of the tree.
+        Raises FuncgaError if copy=False and one is in other memory.
+        """
+        leaves, shared = [*self.leaves], list[int]()
+        for (index, owner), array in zip(self.owners.items(), arrays, strict=True):
             leaves[index] = array
+            if copy is None or (array is self.leaves[index] and not copy):
+                continue
+            extents = _extents_of(self.leaves[index], owner)
+            if _overlap(extents, _extents_of(array, owner_of(array))):
+                shared.append(index)
+            elif extents and not copy:
+                raise FuncgaError(
+                    f"copy=False asks for no copy, and `{self.path(index)}` cannot be shared: it "
+                    "lies elsewhere, or in a layout or dtype that the other side does not have. "
+                    "copy=None copies what cannot be shared, and nothing else."
+                )
+        if copy:
+            copied = copies([leaves[index] for index in shared])
+            leaves = [*map(dict(zip(shared, copied, strict=True)).get, range(len(leaves)), leaves)]
         return self.walker.trees.unflatten(self.structure, leaves)
 
 

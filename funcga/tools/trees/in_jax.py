@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from funcga._types import Array, Dtype
-from funcga.tools.trees import ExportError, Extent, Transfer
+from funcga.tools.trees import ExportError, Extent
 from jax_backend import _private, arrays
 from jax_backend.arrays import device as device
 from jax_backend.arrays import devices as devices
@@ -24,7 +24,7 @@ def platforms() -> set[str]:
     return {device.platform for device in jax.local_devices()} - {"cpu"}
 
 
-def export_array(leaf: jax.Array, platforms: set[str]) -> Transfer:
+def export_array(leaf: jax.Array, platforms: set[str]) -> Array:
     """The array as others import it: by DLPack, if it lies on one of their platforms, else as
     NumPy's.
     """
@@ -32,25 +32,11 @@ def export_array(leaf: jax.Array, platforms: set[str]) -> Transfer:
     # A sharded array is gathered on the host; others have no name for one that lies on several
     # devices.
     devices = leaf.devices()
-    if len(devices) > 1:
-        return Transfer(
-            _on_host(leaf),
-            f"it lies on {len(devices)} devices; jax.device_put(x, jax.devices()[0]) does not",
-        )
-    platform = next(iter(devices)).platform
+    platform = "several" if len(devices) > 1 else next(iter(devices)).platform
     if platform in platforms:
-        return Transfer(jax.block_until_ready(leaf) if platform == "cpu" else leaf)
-    if platform == "cpu":
-        # NumPy takes the memory as it is, unless its strides or dtype are JAX's own.
-        array = np.asarray(leaf)
-        shared = not array.size or _address(array) == _address_of(leaf)
-        return Transfer(
-            array,
-            None if shared else "NumPy has no such dtype or layout; x.astype('int8') it has, say",
-        )
-    return Transfer(
-        _on_host(leaf), f"it lies on {platform}; jax.device_put(x, jax.devices('cpu')[0]) does not"
-    )
+        return jax.block_until_ready(leaf) if platform == "cpu" else leaf
+    # NumPy takes the memory as it is, unless its strides or dtype are JAX's own.
+    return np.asarray(leaf) if platform == "cpu" else _on_host(leaf)
 
 
 def _check_exportable(leaf: jax.Array) -> None:
@@ -140,104 +126,45 @@ def _native(dtype: Dtype) -> np.dtype[np.generic] | None:
     return native if is_number or native.isbuiltin == 2 else None
 
 
-def import_arrays(exports: Sequence[Transfer], device: Place | None, copy: bool) -> list[Transfer]:
-    """Exported arrays as this framework's, in the same memory where it can be; if `copy`, all in
-    new memory.
-    """
-    # Also inside of jit, where an array that is not traced still has its numbers.
-    with jax.ensure_compile_time_eval():
-        imports = _placed(
-            [_imported(export) for export in exports if not _is_abstract(export.array)], device
-        )
-        if copy:
-            # device_put ignores may_alias=False for NumPy's arrays, so these have become JAX's
-            # before.
-            copies = iter(
-                jax.device_put(
-                    [array for array, copied in imports if copied is None], may_alias=False
-                )
-            )
-            imports = [
-                t if t.copied else Transfer(next(copies), "a copy was asked for") for t in imports
-            ]
-        # The caller may write to the memory that was copied from.
-        jax.block_until_ready([array for array, copied in imports if copied])
-    concrete = iter(imports)
-    return [
-        _traced(export, device) if _is_abstract(export.array) else next(concrete)
-        for export in exports
+def import_arrays(exports: Sequence[Array], device: Place | None) -> list[Array]:
+    """Exported arrays as this framework's, in the same memory where it can be."""
+    arrays = [
+        array
+        if isinstance(array, jax.Array | np.ndarray) or _is_abstract(array)
+        else jax.dlpack.from_dlpack(array)
+        for array in exports
     ]
-
-
-def _traced(export: Transfer, device: Place | None) -> Transfer:
-    return (
-        export if device is None else Transfer(jax.device_put(export.array, device), export.copied)
-    )
-
-
-def _imported(export: Transfer) -> Transfer:
-    """The array as one that device_put takes: JAX's or NumPy's."""
-    array, copied = export
-    if isinstance(array, jax.Array | np.ndarray):
-        return export
-    try:
-        return Transfer(jax.dlpack.from_dlpack(array, copy=False), copied)
-    except ValueError:
-        return Transfer(jax.dlpack.from_dlpack(array), copied or _UNALIGNED)
-
-
-_UNALIGNED = (
-    "it does not begin at a multiple of 64 bytes, where memory of JAX and new memory of torch does"
-)
-
-
-def _placed(imports: list[Transfer], device: Place | None) -> list[Transfer]:
-    """The arrays on a device, by one call of device_put for all; where it is None, JAX's stay as
-    they are.
-    """
     moving = [
         index
-        for index, (array, _) in enumerate(imports)
-        if device is not None or isinstance(array, np.ndarray)
+        for index, array in enumerate(arrays)
+        if not _is_abstract(array) and (device is not None or isinstance(array, np.ndarray))
     ]
-    moved = jax.device_put([imports[index].array for index in moving], device, may_alias=True)
-    transfers = [*imports]
-    for index, new in zip(moving, moved, strict=True):
-        old, copied = imports[index]
-        transfers[index] = Transfer(new, copied or _copy_reason(old, new))
-    return transfers
+    # Also inside of jit, where an array that is not traced still has its numbers. By one call of
+    # device_put for all; where the device is None, JAX's own stay as they are.
+    with jax.ensure_compile_time_eval():
+        moved = jax.device_put([arrays[index] for index in moving], device, may_alias=True)
+    for index, array in zip(moving, moved, strict=True):
+        arrays[index] = array
+    # The caller may write to memory that was copied from.
+    others = [isinstance(array, jax.Array) or _is_abstract(array) for array in exports]
+    jax.block_until_ready([x for x, is_own in zip(arrays, others, strict=True) if not is_own])
+    return [
+        jax.device_put(array, device) if device is not None and _is_abstract(array) else array
+        for array in arrays
+    ]
 
 
-def _copy_reason(old: Array, new: jax.Array) -> str | None:
-    """Why the new array is not in the memory of the old one; None if it is."""
-    # A JAX array moves only where `device=` asks for it.
-    if isinstance(old, jax.Array):
-        here, there = old.sharding, new.sharding
-        return (
-            None
-            if here == there
-            else f"it lies on {old.device}, and device= is {new.device}; leave that out"
-        )
-    # NumPy's is shared if the new array begins at its address.
-    single = isinstance(new.sharding, jax.sharding.SingleDeviceSharding)
-    if not old.size or (single and _address(old) == _address_of(new)):
-        return None
-    # Where JAX's default device is a GPU, say.
-    if not single or next(iter(new.devices())).platform != "cpu":
-        return f"it lies on the CPU, and the result on {new.device}; device='cpu' leaves it there"
-    if not old.flags.c_contiguous:
-        return "it is not contiguous; x.contiguous() of torch and numpy.ascontiguousarray(x) are"
-    return _UNALIGNED
+def copies(arrays: list[jax.Array]) -> list[jax.Array]:
+    """The arrays in new memory, once that is done: the caller may write to what was copied from."""
+    # device_put ignores may_alias=False for NumPy's arrays, which have become JAX's before.
+    with jax.ensure_compile_time_eval():
+        made: list[jax.Array] = jax.block_until_ready(jax.device_put(arrays, may_alias=False))
+    return made
 
 
 def _address_of(array: jax.Array) -> int:
     """Where the memory of an array on one device begins."""
     return int(array.unsafe_buffer_pointer())
-
-
-def _address(array: Array) -> int:
-    start: int = array.__array_interface__["data"][0]
-    return start
 
 
 def extents(leaf: jax.Array) -> list[Extent]:

@@ -12,7 +12,7 @@ from torch.utils import dlpack
 
 from funcga._types import Array
 from funcga.errors import needs_numpy, no_device
-from funcga.tools.trees import ExportError, Extent, Transfer, extent
+from funcga.tools.trees import ExportError, Extent, extent
 from torch_backend import arrays
 from torch_backend.dtensor import is_dtensor, local
 
@@ -36,28 +36,16 @@ def devices() -> list[str]:
     return ["cpu", *[f"{accelerator}:{index}" for index in range(torch.accelerator.device_count())]]
 
 
-def export_array(leaf: torch.Tensor, platforms: set[str]) -> Transfer:
+def export_array(leaf: torch.Tensor, platforms: set[str]) -> Array:
     """The array as others import it: by DLPack, if it lies on one of their platforms, else as
     NumPy's.
     """
     _check_exportable(leaf)
-    tensor, copied = leaf.detach(), None
-    if leaf.is_conj() or leaf.is_neg():
-        tensor = tensor.resolve_conj().resolve_neg()
-        copied = (
-            "it is conjugated, or negated, only when it is read; x.resolve_conj().resolve_neg() is "
-            "what it reads as"
-        )
-    # JAX calls both CUDA and ROCm "gpu".
+    # A tensor may be conjugated, or negated, only when it is read.
+    tensor = leaf.detach().resolve_conj().resolve_neg()
+    # JAX calls both CUDA and ROCm "gpu", and imports only contiguous arrays by DLPack.
     platform = "gpu" if leaf.is_cuda else leaf.device.type
-    if platform in platforms:
-        # JAX imports only contiguous arrays by DLPack.
-        if tensor.is_contiguous():
-            return Transfer(tensor, copied)
-        return Transfer(tensor.contiguous(), "it is not contiguous; x.contiguous() is")
-    if platform != "cpu":
-        copied = f"it lies on {leaf.device}; x.cpu() does not"
-    return Transfer(_as_numpy(tensor.cpu()), copied)
+    return tensor.contiguous() if platform in platforms else _as_numpy(tensor.cpu())
 
 
 def _check_exportable(leaf: torch.Tensor) -> None:
@@ -155,58 +143,36 @@ def check_importable(array: Array) -> None:
         _check_dtype(array.dtype.name, array.shape)
 
 
-def import_arrays(
-    exports: Sequence[Transfer], device: torch.device | None, copy: bool
-) -> list[Transfer]:
-    """Exported arrays as this framework's, in the same memory where it can be; if `copy`, all in
-    new memory.
-    """
-    imports = [_placed(_imported(export), device, copy) for export in exports]
-    if copy:
-        # JAX may reuse the memory of its arrays as soon as this returns, so the copies must be
-        # done.
-        pairs = zip(imports, exports, strict=True)
-        copies = [new.array for new, old in pairs if not isinstance(old.array, torch.Tensor)]
-        for device in {tensor.device for tensor in copies if not tensor.is_cpu}:
-            torch.accelerator.current_stream(device).synchronize()
-    return imports
+def import_arrays(exports: Sequence[Array], device: torch.device | None) -> list[torch.Tensor]:
+    """Exported arrays as this framework's, in the same memory where it can be."""
+    tensors = [*map(_imported, exports)]
+    return tensors if device is None else [tensor.to(device) for tensor in tensors]
 
 
-def _imported(export: Transfer) -> Transfer:
+def _imported(array: Array) -> torch.Tensor:
     """The array as a tensor where it lies."""
-    array, copied = export
     if isinstance(array, torch.Tensor):
-        return Transfer(array.detach(), copied)
+        return array.detach()
     import numpy as np
 
     if not isinstance(array, np.ndarray):
-        return Transfer(dlpack.from_dlpack(array), copied)
-    # From here on it is a NumPy array. Torch needs memory that it may write to, and strides of
-    # whole, positive elements.
-    if not array.flags.writeable:
-        array, copied = (
-            array.copy(),
-            copied or "it is read-only, which no tensor is; x.copy() is not",
-        )
-    elif any(stride < 0 or stride % array.itemsize for stride in array.strides):
-        copied = (
-            copied or f"torch has no strides of {list(array.strides)} bytes; x.copy() has others"
-        )
+        return dlpack.from_dlpack(array)
+    # Torch needs memory that it may write to, and strides of whole, positive elements.
+    is_strided = all(stride >= 0 and stride % array.itemsize == 0 for stride in array.strides)
+    if not (array.flags.writeable and is_strided):
         array = array.copy()
     if array.dtype.name in _EXTENSIONS:
         bits = torch.from_numpy(array.view(f"uint{8 * array.itemsize}"))
-        return Transfer(bits.view(arrays.as_dtype(array.dtype.name)), copied)
-    return Transfer(torch.from_numpy(array), copied)
+        return bits.view(arrays.as_dtype(array.dtype.name))
+    return torch.from_numpy(array)
 
 
-def _placed(imported: Transfer, device: torch.device | None, copy: bool) -> Transfer:
-    tensor, copied = imported
-    if device is not None and tensor.device != device:
-        return Transfer(
-            tensor.to(device),
-            f"it lies on {tensor.device}, and device= is {str(device)!r}; leave that out",
-        )
-    return Transfer(tensor.clone(), "a copy was asked for") if copy and copied is None else imported
+def copies(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors in new memory, once that is done: JAX may reuse the memory of its arrays."""
+    made = [tensor.clone() for tensor in tensors]
+    for device in {tensor.device for tensor in made if not tensor.is_cpu}:
+        torch.accelerator.current_stream(device).synchronize()
+    return made
 
 
 def extents(leaf: torch.Tensor) -> list[Extent]:

@@ -233,7 +233,8 @@ def verify(
             weight, in_axes and totals.
         *args: Parameters, unless grad_fn is that of a module, and one batch of about 16 rows. More
             rows show no more, as long as the rows vary as they do in training.
-        n: The number of micro-batches to verify, or several. Default: 3, or that of the step.
+        n: The number of micro-batches to verify, or several. Default, and for 1: 3, or that of the
+            step.
         fold: As for `accumulate`.
         weight: As for `accumulate`.
         in_axes: As for `accumulate`.
@@ -249,8 +250,8 @@ def verify(
         A Verdict.
 
     Raises:
-        FuncgaError: If `accumulate` raises it, the batch has fewer than two rows or than n, or a
-            gradient is not finite.
+        FuncgaError: If `accumulate` raises it, the batch has fewer than two rows, or a gradient is
+            not finite.
 
     Example:
         >>> w, x = torch.ones(3), torch.randn(16, 3)
@@ -261,38 +262,42 @@ def verify(
         >>> [cause.name for cause in verdict.causes]
         ['sum under mean']
     """
-    job, counts, questions = job_of(grad_fn), _counts(n), LOSS
+    job = job_of(grad_fn)
     if job is not None:
         given = {"fold": fold != mean(), "weight": weight, "in_axes": in_axes, "totals": totals}
         _check_options(given)
     if owner_of(grad_fn if job is None else job.program.grad_fn) is not None:
         grad_fn, args, in_axes = _with_parameters(grad_fn, args, in_axes)
+    # A loss that does not depend on its parameters is a cause here, and no error.
+    if isinstance(grad_fn, GradientFunction):
+        grad_fn = replace(grad_fn, reached={True})
     if job is None:
-        # A loss that does not depend on its parameters is a cause here, and no error.
-        if isinstance(grad_fn, GradientFunction):
-            grad_fn = replace(grad_fn, reached={True})
         options = {"fold": fold, "weight": weight, "in_axes": in_axes, "totals": totals}
         program = step_program(accumulate(grad_fn, 1, **options))
     else:
-        program, questions = job.program, STEP
+        program = job.program
     assert program is not None
     probe = Probe(program, job, args, kwargs, precise=False)
-    _check_rows(counts, probe)
-    if job is not None:
-        counts = counts or _counts_of(job, probe.rows)
+    case, found = Case(probe, _counts(n, probe), seed), list[Answer]()
     with probe.random_kept():
         # In float64 if possible, where rounding hides next to nothing.
         with probe.framework.precision(precise=True):
-            precise, found = _precise(probe)
-            case = Case(precise, counts, seed)
-            if precise is not probe:
-                found += _answers(case, questions)
-        with probe.framework.precision(precise=False):
-            if precise is probe:
-                found += _answers(case, questions)
-            if bitwise and job is None:
+            try:
+                case.probe = Probe(program, job, args, kwargs, precise=True)
+                _ = case.probe.whole
+            # Something that the function closes over is in another dtype than float64.
+            except Exception as error:
+                case.probe = probe
+                found.append(note("own dtypes", error=first_line(error)))
+        with probe.framework.precision(precise=case.probe.precise):
+            for question in LOSS if job is None else STEP:
+                found += question(case)
+                if found and isinstance(found[-1], Stop):
+                    break
+        if bitwise and job is None:
+            with probe.framework.precision(precise=False):
                 probe.values(probe.all_rows)
-                found += calls.same_bits(Case(probe, counts, seed))
+                found += calls.same_bits(replace(case, probe=probe))
     return _verdict(case, found)
 
 
@@ -335,66 +340,24 @@ def _check_options(options: dict[str, object]) -> None:
             )
 
 
-def _counts(n: int | Sequence[int] | None) -> list[int]:
-    """The values of n, without repetitions; [] for None."""
-    if n is None:
-        return []
-    several = n if isinstance(n, tuple | list) else [n]
-    counts = [check_count(count, "n", ", or several: n=(2, 3)") for count in several]
-    if not counts or min(counts) < 2:
-        raise FuncgaError(
-            f"n is {n!r}: verify compares n micro-batches with one, so n is at least 2. Write n=8."
-        )
-    return list(dict.fromkeys(counts))
-
-
-def _counts_of(job: Coupled, rows: int) -> list[int]:
-    """The number of micro-batches that the step makes of these rows; [] if that is one, or if there
-    are fewer rows.
+def _counts(n: int | Sequence[int] | None, probe: Probe) -> list[int]:
+    """The numbers of micro-batches to verify: those that were asked for, or that of the step; [] if
+    there are none above 1.
     """
-    size = job.program.microbatch_size
-    n = -(-rows // size) if size else job.program.n
-    return [n] if n and 2 <= n <= rows else []
-
-
-def _check_rows(counts: Sequence[int], probe: Probe) -> None:
-    rows = probe.rows
+    rows, job = probe.rows, probe.job
     if rows < 2:
         raise FuncgaError(
             "the batch has 1 row, which cannot be split: verify needs at least 2, and recognises "
             "more with 16 or so. Give it a whole batch."
         )
-    if max(counts, default=0) > rows:
-        raise FuncgaError(
-            f"n={max(counts)} micro-batches were asked of a batch of {rows} rows: a micro-batch "
-            f"has at least one. Write n={rows} or less, or give it a larger batch."
-        )
     # Refuses what has no rows to be cut, such as a sparse tensor.
     probe.arguments.cut(0, 1, probe.arguments.state)
-
-
-# --- the answers
-
-
-def _precise(probe: Probe) -> tuple[Probe, list[Answer]]:
-    """The Probe with arguments in float64; or the same, and the note that says why."""
-    try:
-        precise = Probe(probe.program, probe.job, probe.args, probe.kwargs, precise=True)
-        _ = precise.whole
-    # Something that the function closes over is in another dtype than float64.
-    except Exception as error:
-        return probe, [note("own dtypes", error=first_line(error))]
-    return precise, []
-
-
-def _answers(case: Case, questions: Sequence[Question]) -> list[Answer]:
-    """The answers to these questions, up to the first Stop."""
-    found: list[Answer] = []
-    for question in questions:
-        found += question(case)
-        if found and isinstance(found[-1], Stop):
-            break
-    return found
+    if n is None and job is not None:
+        size = job.program.microbatch_size
+        n = -(-rows // size) if size else job.program.n
+    several = n if isinstance(n, tuple | list) else [1 if n is None else n]
+    counts = [check_count(count, "n", ", or several: n=(2, 3)") for count in several]
+    return list(dict.fromkeys(min(count, rows) for count in counts if count > 1))
 
 
 def _verdict(case: Case, found: Sequence[Answer]) -> Verdict:

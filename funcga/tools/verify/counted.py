@@ -27,12 +27,6 @@ class Count(NamedTuple):
         return f"weight=lambda {self.parameters}: {self.expression}"
 
     @property
-    def fix(self) -> str:
-        """The option, and what it says if it is the default."""
-        default = "; drop weight=, as by default a micro-batch weighs as many as it has rows"
-        return self.line + default * self.is_of_rows
-
-    @property
     def is_of_rows(self) -> bool:
         """Whether it is the number of rows, which is the default weight."""
         return self.of is len

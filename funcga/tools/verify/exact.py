@@ -126,6 +126,11 @@ class Splits(NamedTuple):
         """Whether every split gives the result of the whole batch."""
         return not self.failed and not any(row.error for row in self.rows)
 
+    @property
+    def first(self) -> str:
+        """The first split that differs, in words."""
+        return next(f"{row.split}: {row}" for row in self.rows if not row.ok)
+
 
 def first_line(error: Exception) -> str:
     """The type of an error and its first line."""
@@ -142,7 +147,7 @@ GROUP = 4
 _TRIES = 60
 
 
-# Until the first call.
+# Until `calls.repeatable` has looked at a call.
 _NOTHING, _DOUBLE = Trace([]), limit_of(2.0**-52)
 
 
@@ -154,8 +159,8 @@ class Case:
         probe: The function. A question may correct its folds for further questions.
         counts: The numbers of micro-batches that were asked for, none by default.
         seed: Of the order of rows, and of the groups that are looked at.
-        trace: The trace of one call.
-        limit: Which differences count as rounding.
+        trace: The trace of one call, which `calls.repeatable` makes.
+        limit: Which differences count as rounding, which follows from it.
     """
 
     probe: Probe
@@ -164,59 +169,46 @@ class Case:
     trace: Trace = _NOTHING
     limit: Limit = _DOUBLE
 
-    def orders(self, times: int) -> list[Rows]:
-        """The rows in this many random orders."""
-        random = np.random.default_rng([self.seed, times])
-        return [self._spread(random) for _ in range(times)]
-
-    def _spread(self, random: np.random.Generator) -> Rows:
-        """The rows in a random order, in which groups of them have something of what few rows
+    @cached_property
+    def orders(self) -> list[Rows]:
+        """The rows in four random orders, in which groups of them have something of what few rows
         have, such as positives: a group without any shows nothing of a loss that divides by them.
         """
         rows, size = self.probe.rows, self.group
-        first = random.permutation(rows)
-        if not self._rare:
-            return tuple(first.tolist())
-        of_rows = np.stack(self._rare, 1)
         # The three groups, and the smaller of the two uneven parts.
         starts = {0, size, min(2 * size, rows - size), rows - size}
-
-        def lacks(order: Array) -> int:
-            groups = np.stack([order[start : start + size] for start in starts])
-            return int((of_rows[groups].sum(1) == 0).sum())
-
-        others = [random.permutation(rows) for _ in range(_TRIES)]
-        return tuple(min([first, *others], key=lacks).tolist())
-
-    @cached_property
-    def _rare(self) -> list[Array]:
-        """What the counts of the batch count in each row, of those that are 0 in some rows."""
         every = [(row,) for row in self.probe.all_rows]
         of_rows = [np.array([*map(count.of, every)]) for count in counts(self.probe)]
-        return [each for each in of_rows if (each >= 0).all() and 0 in each and each.any()]
+        rare = [each for each in of_rows if (each >= 0).all() and 0 in each and each.any()]
+
+        def lacks(order: Array) -> int:
+            groups = [order[start : start + size] for start in starts]
+            return sum(not each[group].any() for each in rare for group in groups)
+
+        random = np.random.default_rng(self.seed)
+        tries = [[random.permutation(rows) for _ in range(_TRIES)] for _ in range(4)]
+        return [tuple(min(each, key=lacks).tolist()) for each in tries]
+
+    @property
+    def order(self) -> Rows:
+        """All rows in another order."""
+        return self.orders[0]
 
     @property
     def group(self) -> int:
         """The rows of one of three groups."""
         return max(1, min(GROUP, self.probe.rows // 3))
 
-    @cached_property
+    @property
     def parts(self) -> tuple[Rows, Rows]:
         """Two uneven parts of the rows, in another order."""
-        (order,), rows = self.orders(1), self.probe.rows
-        cut = rows - self.group
-        return order[:cut], order[cut:]
+        return self.order[: -self.group], self.order[-self.group :]
 
     @property
-    def order(self) -> Rows:
-        """All rows in another order."""
-        return self.parts[0] + self.parts[1]
-
-    @cached_property
     def pairs(self) -> list[tuple[Rows, Rows]]:
         """Two groups of rows each: few at first, then all."""
         size = min(GROUP, self.probe.rows // 2)
-        return [*((order[:size], order[size : 2 * size]) for order in self.orders(3)), self.parts]
+        return [*((order[:size], order[size : 2 * size]) for order in self.orders[1:]), self.parts]
 
     @cached_property
     def splits(self) -> Splits:
@@ -229,22 +221,24 @@ class Case:
         # State goes through the rows in their order only.
         order, name = (every, "uneven") if probe.has_state else (self.order, "uneven, permuted")
         whole, permuted = probe.step_values([every, order], n=1)
-        parts = len(self.parts[0]), len(self.parts[1])
-        # What each split is called, its sizes, its rows, what they are to give, and how it is cut.
-        splits: list[tuple[str, Rows, Rows, Leaves, dict[str, int]]] = [
-            (f"n = {n}", tuple(map(len, np.array_split(every, n))), every, whole, {"n": n})
+        # What each split is called, its micro-batches, what they are to give, and how it is cut.
+        splits = [
+            (f"n = {n}", np.array_split(every, n), whole, {"n": n})
             for n in self.counts or [min(3, probe.rows)]
         ]
-        splits.append((name, parts, order, permuted, {"microbatch_size": parts[0]}))
+        first = probe.rows - self.group
+        uneven = np.array_split(order, [first])
+        splits.append((name, uneven, permuted, {"microbatch_size": first}))
         # Moments depend on the number of micro-batches.
         compared = [i for i, fold in enumerate(probe.folds) if not fold.reducer.over_steps]
         failed = set[int]()
-        for split, sizes, rows, expected, cut in splits:
+        for split, parts, expected, cut in splits:
+            sizes, rows = tuple(map(len, parts)), tuple(np.concatenate(parts).tolist())
             try:
                 (result,) = probe.step_values([rows], **cut)
+            except FuncgaError:
+                raise
             except Exception as error:
-                if isinstance(error, FuncgaError):
-                    raise
                 text = f"it raised {first_line(error)}"
                 table.append(Measured(split, sizes, np.nan, self.limit.relative, "", text))
             else:

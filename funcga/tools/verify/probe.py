@@ -23,7 +23,6 @@ from funcga._call import Program
 from funcga._fold.outputs import broadcast_folds
 from funcga._grad import GradientFunction
 from funcga._types import Array, Namespace, Scalar, Tree
-from funcga.errors import FuncgaError
 from funcga.folds import Fold, mean, sum
 from funcga.tools.coupled import Coupled, coupled
 from funcga.tools.trees import to_numpy
@@ -171,9 +170,6 @@ class Probe:
         """The leaves of the result of the user's step for each choice of rows; cut: n= or
         microbatch_size=.
         """
-        # The raw step of `coupled` over one micro-batch is the user's.
-        if self.job is not None and cut == {"n": 1}:
-            return [self.values(rows) for rows in choices]
         kwargs, options = {**self.kwargs}, dict[str, Tree](cut)
         if self.program.prologue is not None:
             del kwargs["totals"]
@@ -183,18 +179,14 @@ class Probe:
         return [self.numbers(step(*self.take_rows(rows), **kwargs)) for rows in choices]
 
     def loss(self, rows: Rows) -> float:
-        """The value of the loss, from the output or from the function that is differentiated; NaN
-        if there is none.
-        """
-        gradients = self.gradient_leaves()
-        scalars = [i for i in self.additive() if not self.whole[i].ndim and i not in gradients]
+        """The value of the loss; NaN if there is none."""
         # What is called may not be the loss, or may refuse these rows.
         try:
-            if scalars:
-                return float(np.real(self.values(rows)[scalars[0]]))
+            if self.job is not None:
+                return float(self.values(rows)[0])
             loss_fn = self.gradient.loss_fn if self.gradient else inspect.unwrap(self.grad_fn)
             numbers = self.numbers(loss_fn(*self.take_rows(rows), **self.kwargs))
-            return next(float(np.real(x)) for x in numbers if x.ndim == 0)
+            return next(float(x.real) for x in numbers if x.ndim == 0)
         except Exception:
             return math.nan
 
@@ -250,8 +242,8 @@ class Probe:
         return changed.try_values(self.all_rows) or self.whole
 
     def at_other_parameters(self) -> "Probe | None":
-        """A copy with other values for all floats in the parameters; None if parameters are split
-        or cannot be changed.
+        """A copy with other values for all floats in the parameters; None if parameters are
+        split.
         """
         arrays, args = self.backend.arrays, [*self.args]
 
@@ -263,11 +255,11 @@ class Probe:
             if self.arguments.parts[i].axes:
                 return None
             args[i] = self._map(moved, args[i])
-        try:
-            arguments = self.program.read(tuple(args), self.backend)
-        except FuncgaError:
-            return None
-        return self.with_attributes(args=tuple(args), arguments=arguments, _values={})
+        return self._with_args(*args)
+
+    def _with_args(self, *args: Tree) -> "Probe":
+        arguments = self.program.read(args, self.backend)
+        return self.with_attributes(args=args, arguments=arguments, _values={})
 
     def with_rows_apart(self, seed: int) -> "Probe":
         """A copy in which the rows of each array are in an order of its own: what two arrays count
@@ -278,9 +270,9 @@ class Probe:
         def take(array: Array, axis: int, rows: list[int], size: int) -> Array:
             return self.framework.take(array, axis, random.permutation(rows).tolist())
 
-        args = self.arguments.cut([*self.all_rows], self.rows, self.arguments.state, take)
-        arguments = self.program.read(args, self.backend)
-        return self.with_attributes(args=args, arguments=arguments, _values={})
+        return self._with_args(
+            *self.arguments.cut([*self.all_rows], self.rows, self.arguments.state, take)
+        )
 
     # --- leaves
 
@@ -316,6 +308,7 @@ class Probe:
     def folds(self) -> list[Fold]:
         """The Fold of every leaf; exact sums are replaced by plain ones."""
         fold = self.program.fold if self.job is None else sum()
+        _ = self.whole  # which brings the output
         of_leaves = broadcast_folds(fold, self.output, len(self.whole), self.backend)
         return [at_leaf.value.plain for at_leaf in of_leaves]
 
@@ -339,16 +332,11 @@ class Probe:
             numbered = self.like_output([*range(len(self.whole))])
             gradient = self.gradient.gradient_in(numbered)
             return sorted({*self.additive()}.intersection(self.backend.trees.flatten(gradient)[0]))
-        shapes = {
-            leaf.shape
-            for part in self.arguments.parts
-            if not part.axes
-            for leaf in self.numbers(part.value)
-        }
-        # A scalar is the value of a loss, unless all parameters are scalars; then the first one is.
-        arrays = {shape for shape in shapes if shape}
-        alike = [i for i in self.additive() if self.whole[i].shape in (arrays or shapes)]
-        return alike if arrays else [i for i in alike if self.paths[i] != "output[0]"]
+        parts = [part.value for part in self.arguments.parts if not part.axes]
+        shapes = {leaf.shape for leaf in self.numbers(parts)}
+        # A scalar is the value of a loss, unless all parameters are scalars.
+        shapes = {shape for shape in shapes if shape} or shapes
+        return [i for i in self.additive() if self.whole[i].shape in shapes]
 
 
 def _leaf_for_leaf(fold: Fold) -> Fold:

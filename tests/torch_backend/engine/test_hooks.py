@@ -171,3 +171,16 @@ def test_hooks_that_the_loss_puts_on_its_parameters_see_whole_gradients(n):
     torch.testing.assert_close(grads, x.mean(0))
     for found, rows in zip(seen, x.chunk(n or 1), strict=True):
         torch.testing.assert_close(found, rows.mean(0))
+
+
+def test_a_hook_that_moves_from_the_batch_to_a_parameter_is_called():
+    w, x = torch.randn(3, requires_grad=True), torch.randn(8, 3, requires_grad=True)
+    step, seen = funcga.accumulate(funcga.grad(lambda w, x: (x @ w).square().mean()), 4), []
+    handle = x.register_hook(seen.append)
+    expected = step(w, x)
+    handle.remove()
+    w.register_hook(seen.append)
+    grads = step(w, x)
+    assert len(seen) == 4
+    torch.testing.assert_close(grads, expected, rtol=0, atol=0)
+    torch.testing.assert_close(sum(seen) / 4, expected)

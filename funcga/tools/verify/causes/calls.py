@@ -11,13 +11,12 @@ from math import inf
 import numpy as np
 
 from funcga._backend.prefixes import leaf_paths
-from funcga._call.arguments import Argument, argument_names
+from funcga._call.arguments import argument_names
 from funcga._fold.outputs import broadcast_folds
 from funcga.errors import FuncgaError
 from funcga.tools.verify.causes import Answer, Cause, cause, note, stop
-from funcga.tools.verify.causes.lines import axes_line
 from funcga.tools.verify.exact import Case, limit_of
-from funcga.tools.verify.probe import Leaves, Probe, Trace
+from funcga.tools.verify.probe import Leaves, Trace
 
 
 def not_differentiable(case: Case) -> Iterator[Answer]:
@@ -29,9 +28,7 @@ def not_differentiable(case: Case) -> Iterator[Answer]:
         # A transform of torch forbids it.
         if "mutate a captured Tensor" not in str(error):
             raise
-        layers = probe.layers()
-        layers = f"; in the loss are {layers}" if layers else ""
-        yield cause("state: buffers", error=type(error).__name__, layers=layers)
+        yield cause("state: buffers", error=type(error).__name__)
         yield stop("no gradient")
         return
     bad = [i for i in probe.additive() if not np.isfinite(whole[i]).all()]
@@ -50,29 +47,27 @@ def repeatable(case: Case) -> Iterator[Answer]:
     """
     probe = case.probe
     args = probe.take_rows(probe.all_rows)
-    named = [*zip(argument_names(probe.grad_fn, len(args)), args, strict=True)]
-    before = {name: probe.numbers(tree) for name, tree in (*named, ("kwargs", probe.kwargs))}
+    names = [*argument_names(probe.grad_fn, len(args)), "kwargs"]
+    named = zip(names, (*args, probe.kwargs), strict=True)
+    paths = [path for name, tree in named for path in leaf_paths(tree, probe.backend.trees, name)]
+    before = probe.numbers((args, probe.kwargs))
     with probe.random_kept():
         case.trace = probe.trace_call(args)
         case.limit = limit_of(case.trace.epsilon)
         # Writing to arguments comes first, as it explains a second call that differs.
-        for name, tree in (*named, ("kwargs", probe.kwargs)):
-            paths = leaf_paths(tree, probe.backend.trees, name)
-            for path, x, y in zip(paths, before[name], probe.numbers(tree), strict=True):
-                if not np.array_equal(x, y, equal_nan=True):
-                    yield cause("state: arguments", path=path)
-                    yield stop("no comparison")
-                    return
+        after = probe.numbers((args, probe.kwargs))
+        for path, x, y in zip(paths, before, after, strict=True):
+            if not np.array_equal(x, y, equal_nan=True):
+                yield cause("state: arguments", path=path)
+                yield stop("no comparison")
+                return
         distance = _distance(case, probe.trace_call(args))
     limit = case.limit.relative
     if distance > limit:
         # A third call, with the random generators as they were for the first one.
         with probe.random_kept():
             again = _distance(case, probe.trace_call(args))
-        # Infinite: another program was traced, or one result is NaN.
-        by = "altogether" if distance == inf else f"by {distance:.1e} of the largest element"
-        difference = f"two calls with the same arguments differ {by}"
-        yield cause("state" if again > limit else "randomness", difference=difference)
+        yield cause("state" if again > limit else "randomness", distance=distance)
         yield stop("no comparison")
     elif limit > 1e-9:
         yield note("rounding", limit=limit)
@@ -80,7 +75,7 @@ def repeatable(case: Case) -> Iterator[Answer]:
 
 def _distance(case: Case, other: Trace) -> float:
     """The largest relative difference from the first call, each leaf relative to itself; infinite
-    if the programs differ.
+    if the programs differ, or one result is NaN.
     """
     first, limit = case.trace, case.limit._replace(share=0.0)
     if first.program != other.program or len(first.values) != len(other.values):
@@ -103,21 +98,8 @@ def by_position(case: Case) -> Iterator[Answer]:
 
 def of_position(case: Case, difference: float, where: str) -> Cause:
     """The Cause for a result that depends on a row's position in its micro-batch."""
-    probe = case.probe
-    words = {"subject": probe.subject, "difference": difference, "where": where}
-    if not case.trace.draws:
-        return cause("row order", **words)
-    keys = {index: "0" for index, part in enumerate(probe.arguments.parts) if _is_key(probe, part)}
-    return cause(
-        f"randomness: by position, {probe.backend.name}", line=axes_line(probe, keys), **words
-    )
-
-
-def _is_key(probe: Probe, part: Argument) -> bool:
-    """Whether an argument that is passed whole is a random key of JAX."""
-    leaves = [] if part.axes else probe.backend.trees.flatten(part.value)[0]
-    kinds = [str(getattr(leaf, "dtype", "")) for leaf in leaves]
-    return bool(kinds) and all(kind.startswith(("key<", "uint32")) for kind in kinds)
+    key = "randomness: by position" if case.trace.draws else "row order"
+    return cause(key, subject=case.probe.subject, difference=difference, where=where)
 
 
 # How many orders of the micro-batches have to have the same bits.
@@ -140,9 +122,6 @@ def same_bits(case: Case) -> Iterator[Answer]:
 
     first, random = result(range(n)), np.random.default_rng(case.seed)
     folds = broadcast_folds(program.fold, probe.output, len(first), probe.backend)
-    line = "torch.use_deterministic_algorithms(True)"
-    if probe.backend.name == "jax":
-        line = "deterministic kernels"
     for times in range(_ORDERS + 1):
         other = result(random.permutation(n).tolist() if times else range(n))
         for path, (fold, _), x, y in zip(probe.paths, folds, first, other, strict=True):
@@ -150,6 +129,6 @@ def same_bits(case: Case) -> Iterator[Answer]:
             is_moved = times and fold.reducer.monoid.ordered
             if not is_moved and not np.array_equal(x, y, equal_nan=True):
                 key = "order of kernels" if fold.reducer.of_bits else "order of sums"
-                words = {"where": path, "differ": int((x != y).sum()), "size": x.size, "line": line}
-                yield cause(key if times else "bits not repeatable", **words)
+                key = key if times else "bits not repeatable"
+                yield cause(key, where=path, differ=int((x != y).sum()), size=x.size)
                 return

@@ -29,7 +29,7 @@ def totals_line(probe: Probe, chosen: Sequence[Count], has_sum: bool) -> dict[st
         entries[name] = count.expression
         total = f'totals["{name}"]'
         # There is a row in every window, and there may be nothing else.
-        terms.append(f"{name}_sum / {total if name == 'rows' else at_least_one(probe, total)}")
+        terms.append(f"{name}_sum / {total if name == 'rows' else f'{total}.clip(min=1)'}")
     body = ", ".join(f'"{name}": {expression}' for name, expression in entries.items())
     return {
         "line": f"totals=lambda {chosen[0].parameters}: {{{body}}}",
@@ -43,12 +43,6 @@ def _name_of(count: Count) -> str:
     # Of `(batch["labels"][:, 1:] != -100).sum()` the word labels.
     *_, word = re.findall(r"[A-Za-z_]\w*", re.sub(r"\.sum.*|\[:.*", "", count.expression))
     return "tokens" if re.search("label|target|mask", word, re.IGNORECASE) else word
-
-
-def at_least_one(probe: Probe, total: str) -> str:
-    """The expression of a total that may be 0, as a divisor."""
-    form = {"torch": "{}.clamp(min=1)", "jax": "jnp.maximum({}, 1)"}[probe.backend.name]
-    return form.format(total)
 
 
 # --- totals that a step has already
@@ -103,5 +97,5 @@ def _not_finite_at_zero(
             continue
         zeroed = probe.with_totals([int(other != path) for other in paths])
         if not all(np.isfinite(zeroed[i]).all() for i in probe.additive()):
-            yield cause("total of zero", path=path, line=at_least_one(probe, path))
+            yield cause("total of zero", path=path)
             return

@@ -6,12 +6,11 @@ a copy of the function; the user's own objects are not changed.
 """
 
 import copy
-import dis
 import inspect
 import re
 import types
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, is_dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import is_dataclass, replace
 from functools import partial
 from numbers import Real
 from typing import Any, NamedTuple
@@ -37,62 +36,52 @@ def divided_by_n(case: Case) -> Iterator[Answer]:
     nonzero = [i for i in probe.additive() if np.any(probe.whole[i])]
     leaves = [i for i in nonzero if i in gradients] or nonzero
     n = case.counts[0] if len(case.counts) == 1 else None
-    found = variants(partial(probe.grad_fn, **probe.kwargs), n) if leaves else ()
-    for variant in sorted(found, key=lambda variant: variant.doubt):
-        try:
-            step = probe.with_attributes(grad_fn=variant.function).raw_step()
-            changed = probe.numbers(step(*probe.take_rows(probe.all_rows)))
+    found = numbers(partial(probe.grad_fn, **probe.kwargs), n) if leaves else ()
+    for number in sorted(found, key=lambda number: number.is_chance):
+        step = probe.with_attributes(grad_fn=number.doubled).raw_step()
         # The number was the length of something, and the function fails with another.
+        try:
+            changed = probe.numbers(step(*probe.take_rows(probe.all_rows)))
         except Exception:
             continue
-        factor = 0.5 if variant.value > 1 else 2.0
+        factor = 0.5 if number.value > 1 else 2.0
         size = largest([probe.whole[i] for i in leaves])
         apart = [relative(changed[i], factor * probe.whole[i], size) for i in leaves]
         if max(apart) <= case.limit.relative:
-            yield _answer(case, leaves, variant)
+            yield _answer(case, leaves, number, factor)
             return
 
 
-def _answer(case: Case, leaves: list[int], variant: "Variant") -> Answer:
-    """The cause, or a note if the number may stand for something else, such as the size of an axis
-    of the batch.
-    """
-    probe, name, value = case.probe, variant.name, variant.value
-    split = [leaf for leaf, axis in probe.arguments if isinstance(axis, int) and leaf is not None]
+def _answer(case: Case, leaves: list[int], number: "Number", factor: float) -> Answer:
+    """The cause, or a note if the number may stand for something else."""
+    name, value = number.name, number.value
     operation = f"{'/' if value > 1 else '*'} {name}"
-    is_a_size = value in {size for leaf in split for size in leaf.shape}
-    if variant.doubt == 2 or (variant.doubt == 1 and is_a_size):
+    if number.is_chance:
         return note("factor", operation=operation)
-    is_summed = any(probe.folds[i].normalizer.divides_by is None for i in leaves)
-    return cause(
-        "divided by n: summed" if is_summed else "divided by n",
-        operation=operation,
-        doubt=", if it stands for the number of micro-batches" if name == repr(value) else "",
-        name=name,
-        value=value,
-        twice=2 * value,
-        size="half" if value > 1 else "twice",
-    )
+    is_summed = any(case.probe.folds[i].normalizer.divides_by is None for i in leaves)
+    key = "divided by n: summed" if is_summed else "divided by n"
+    words = {"name": name, "value": value, "twice": 2 * value, "factor": factor}
+    return cause(key, operation=operation, **words)
 
 
 # --- the numbers that a function reads, each doubled in a copy
 
 
-class Variant(NamedTuple):
-    """A copy of a function in which the number of this name is doubled.
+class Number(NamedTuple):
+    """A number that a function reads, and a copy of the function in which it is doubled.
 
-    doubt: 0 if the name says that it is the number of micro-batches; 1 if the name, or where it
-    stands, is usual for it; 2 if it merely equals n.
+    is_chance: whether it merely equals n, and its name does not say that it is the number of
+    micro-batches.
     """
 
     name: str
     value: float
-    function: Any
-    doubt: int
+    doubled: Any
+    is_chance: bool
 
 
-# A count of micro-batches whatever its value; what is one if its value is the n that is asked for,
-# unless the batch has this size as well; and what may be one then.
+# The names of a count of micro-batches whatever its value; of what is one if its value is the n
+# that is asked for; and of what may be one then.
 _SURE = re.compile(
     r"accum|micro_?b|num_micro|n_micro|grad_?steps|grad_?acc|(^|_)acc_?steps|(^|_)ga_?steps|update_?freq|every_?k|"
     r"iter_?size|virtual_?batch",
@@ -106,31 +95,27 @@ _DEPTH = 8
 """How deep functions that call functions, and settings in settings, are followed."""
 
 
-def variants(
+def numbers(
     value: Any, n: int | None, name: str = "", code: types.CodeType | None = None, depth: int = 0
-) -> Iterator[Variant]:
-    """Copies of a value, a function or something that it reads, each with one number doubled that
-    may be the number of micro-batches.
+) -> Iterator[Number]:
+    """The numbers in a value, a function or something that it reads, that may be the number of
+    micro-batches.
 
     name: the name of the value. code: that of the function which reads the value; its names select
     the entries and attributes of settings.
     """
     number = _number(value)
     if number is not None:
-        doubt = _doubt(name, number, n)
-        if doubt is not None:
-            yield Variant(name, number, 2 * value, doubt)
+        is_chance = _is_chance(name, number, n)
+        if is_chance is not None:
+            yield Number(name, number, 2 * value, is_chance)
         return
-    if depth > _DEPTH or isinstance(value, types.ModuleType | type):
+    if depth > _DEPTH:
         return
-    is_own = isinstance(value, types.FunctionType) and not _is_library(value.__module__)
     for part, label, reader, put in _parts(value, name, code):
-        for variant in variants(part, n, label, reader, depth + 1):
-            # A function that is called may return a part of the loss: there a literal tells
-            # nothing.
-            doubt = 2 if is_own and variant.name == repr(variant.value) else variant.doubt
-            yield variant._replace(function=put(variant.function), doubt=doubt)
-    if is_own:
+        for found in numbers(part, n, label, reader, depth + 1):
+            yield found._replace(doubled=put(found.doubled))
+    if isinstance(value, types.FunctionType) and n and not _is_library(value.__module__):
         yield from _literals(value, n)
 
 
@@ -150,21 +135,19 @@ def _number(value: Any) -> float | None:
         return None
 
 
-def _doubt(name: str, number: float, n: int | None) -> int | None:
-    """The doubt of a Variant; None if this is not a number of micro-batches, or its inverse."""
+def _is_chance(name: str, number: float, n: int | None) -> bool | None:
+    """Whether a number that equals n may stand for something else; None if it is not a number of
+    micro-batches, or its inverse.
+    """
     # Losses are multiplied by 1 / n as well.
     count = number if number > 1 else 1 / number if number > 0 else 0
     if not 1.5 < count < float("inf") or abs(count - round(count)) > 1e-6:
         return None
     # Of `config["train"].steps` the last word counts.
     word = "".join(re.findall(r"\w+", name)[-1:])
-    if _SURE.search(word):
-        return 0
-    if round(count) != n:
-        return None
-    if _USUAL.search(word):
-        return 1 if number == n else 2
-    return 2 if _LIKELY.search(word) else None
+    if _SURE.search(word) or (number == n and _USUAL.search(word)):
+        return False
+    return True if round(count) == n and _LIKELY.search(word) else None
 
 
 # What a function reads, or settings hold; what that is called; the code that names its entries and
@@ -173,80 +156,78 @@ _Part = tuple[object, str, types.CodeType | None, Callable[[Any], object]]
 
 
 def _parts(value: Any, name: str, code: types.CodeType | None) -> Iterator[_Part]:
+    kind = type(value)
     if isinstance(value, types.FunctionType):
-        yield from _of_function(value)
+        # In a library only functions are followed, such as the loss that torch.func.grad closes
+        # over.
+        is_library = _is_library(value.__module__)
+        reader = code if is_library else value.__code__
+        for label, part in _variables(value).items():
+            if not is_library or isinstance(part, types.FunctionType):
+                yield part, label, reader, partial(_with_variable, value, label)
     elif isinstance(value, partial):
-        yield value.func, "", None, lambda other: partial(other, *value.args, **value.keywords)
-        code = value.func.__code__ if isinstance(value.func, types.FunctionType) else None
-        yield from _of_keywords(value, value.keywords, code)
+        yield value.func, name, code, lambda other: partial(other, *value.args, **value.keywords)
+        reader = getattr(value.func, "__code__", None)
+        for label, part in value.keywords.items():
+            yield part, label, reader, partial(_with_keyword, value, label)
     elif isinstance(value, types.MethodType):
-        method, owner = value.__func__, value.__self__
-        yield method, "", None, lambda other: types.MethodType(other, owner)
-        for part, label, reader, put in _of_settings(owner, "self", method.__code__):
-            of_method = lambda other, put=put: types.MethodType(method, put(other))
+        function, owner = value.__func__, value.__self__
+        yield function, name, code, lambda other: types.MethodType(other, owner)
+        for part, label, reader, put in _settings(owner, "self", function.__code__):
+            of_method = lambda other, put=put: partial(function, put(other))
             yield part, label, reader, of_method
     # A gradient function of funcga's, or a pure_loss.
-    elif is_dataclass(type(value)) and any(field.name == "loss_fn" for field in fields(value)):
-        yield value.loss_fn, "", None, lambda other: replace(value, loss_fn=other)
+    elif is_dataclass(kind) and hasattr(value, "loss_fn"):
+        yield value.loss_fn, name, code, lambda other: replace(value, loss_fn=other)
     # What is jitted: the function as it was.
-    elif callable(getattr(value, "__wrapped__", None)):
-        yield value.__wrapped__, "", None, lambda other: other
-    # An object with a __call__ of its own.
-    elif isinstance(inspect.getattr_static(type(value), "__call__", None), types.FunctionType):
-        yield types.MethodType(type(value).__call__, value), "", None, lambda other: other
-    elif not callable(value):
-        yield from _of_settings(value, name, code)
-
-
-def _of_keywords(
-    function: Callable[..., object],
-    values: Mapping[str, object],
-    code: types.CodeType | None = None,
-) -> Iterator[_Part]:
-    """The parts that a keyword argument replaces: bound keyword arguments, and defaults."""
-    for name, value in values.items():
-        put = lambda other, name=name: partial(function, **{name: other})
-        yield value, name, code, put
-
-
-def _of_function(function: types.FunctionType) -> Iterator[_Part]:
-    """The variables that a function closes over, its globals and its defaults; in a library only
-    functions, such as the loss in the closure of torch.func.grad(loss).
-    """
-    code, variables = function.__code__, function.__globals__
-    is_library = _is_library(function.__module__)
-    cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
-    for name, cell in cells.items():
-        value = None if cell == types.CellType() else cell.cell_contents
-        if callable(value) or not is_library:
-            put = lambda other, name=name: _rebuilt(
-                function, closure=tuple((cells | {name: types.CellType(other)}).values())
-            )
-            yield value, name, code, put
-    if is_library:
+    elif hasattr(value, "__wrapped__"):
+        yield value.__wrapped__, name, code, lambda other: other
+    elif isinstance(value, types.ModuleType | type) or _is_library(kind.__module__):
         return
-    for name in sorted(_names(code) & variables.keys()):
-        value = variables[name]
-        if _number(value) is not None or not _is_library(type(value).__module__):
-            put = lambda other, name=name: _rebuilt(function, globals={**variables, name: other})
-            yield value, name, code, put
+    # An object with a __call__ of its own.
+    elif callable(value):
+        yield value.__call__, name, code, lambda other: other
+    elif code is not None:
+        yield from _settings(value, name, code)
+
+
+def _variables(function: types.FunctionType) -> dict[str, object]:
+    """What a function reads besides its arguments: globals, what it closes over, and defaults."""
+    code, of_module = function.__code__, function.__globals__
+    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
     parameters = inspect.signature(function, follow_wrapped=False).parameters
-    defaults = {name: parameter.default for name, parameter in parameters.items()}
-    yield from _of_keywords(function, defaults)
-
-
-def _rebuilt(function: types.FunctionType, **changes: Any) -> types.FunctionType:
-    """A copy of the function with other code, globals or closure."""
-    parts: dict[str, Any] = {
-        "code": function.__code__,
-        "globals": function.__globals__,
-        "closure": function.__closure__,
-    }
-    rebuilt = types.FunctionType(
-        name=function.__name__, argdefs=function.__defaults__, **(parts | changes)
+    return (
+        {name: of_module[name] for name in sorted(_names(code)) if name in of_module}
+        | {name: cell.cell_contents for name, cell in cells if cell != types.CellType()}
+        | {name: parameter.default for name, parameter in parameters.items()}
     )
-    rebuilt.__kwdefaults__ = function.__kwdefaults__
-    return rebuilt
+
+
+def _with_variable(function: types.FunctionType, name: str, value: object) -> object:
+    """The function with another value for a variable that it reads."""
+    code, closure, of_module = function.__code__, function.__closure__, function.__globals__
+    if name in code.co_freevars:
+        cells = dict(zip(code.co_freevars, closure or (), strict=True))
+        closure = tuple((cells | {name: types.CellType(value)}).values())
+    elif name in code.co_varnames:
+        return _with_keyword(function, name, value)
+    else:
+        of_module = {**of_module, name: value}
+    return _copy(function, code, of_module, closure)
+
+
+def _with_keyword(function: Callable[..., Any], name: str, value: object) -> object:
+    return partial(function, **{name: value})
+
+
+def _copy(
+    function: types.FunctionType, code: types.CodeType, of_module: dict[str, Any], closure: Any
+) -> types.FunctionType:
+    """The function with other code, globals and cells."""
+    defaults = function.__defaults__
+    copied = types.FunctionType(code, of_module, function.__name__, defaults, closure)
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied
 
 
 def _names(code: types.CodeType) -> set[str]:
@@ -262,15 +243,13 @@ def _names(code: types.CodeType) -> set[str]:
     return names
 
 
-def _of_settings(value: Any, name: str, code: types.CodeType | None) -> Iterator[_Part]:
+def _settings(value: Any, name: str, code: types.CodeType) -> Iterator[_Part]:
     """The entries of a dict, or the attributes of an object, that the code names, without
     functions.
     """
-    is_dict = isinstance(value, dict)
-    if not is_dict and inspect.getattr_static(value, "__dict__", None) is None:
-        return
-    for key in sorted(_names(code)) if code else ():
+    for key in sorted(_names(code)):
         # A property is not evaluated: it might do anything.
+        is_dict = isinstance(value, dict)
         part = value.get(key) if is_dict else inspect.getattr_static(value, key, None)
         if part is not None and not callable(part):
             label = f'{name}["{key}"]' if is_dict else f"{name}.{key}"
@@ -286,22 +265,12 @@ def _with_part(value: Any, key: str, part: object) -> Any:
     return changed
 
 
-def _literals(function: types.FunctionType, n: int | None) -> Iterator[Variant]:
+def _literals(function: types.FunctionType, n: int) -> Iterator[Number]:
     """The literals that equal n, or 1 / n, for n >= 3: `/ 2` and `0.5 *` are in too many losses."""
     code = function.__code__
-    for index, value in enumerate(code.co_consts if n and n >= 3 else ()):
+    for index, value in enumerate(code.co_consts if n >= 3 else ()):
         if type(value) in (int, float) and value and n in (value, round(1 / value, 6)):
             consts = (*code.co_consts[:index], 2 * value, *code.co_consts[index + 1 :])
-            changed = _rebuilt(function, code=code.replace(co_consts=consts))
-            yield Variant(repr(value), value, changed, 1 if _divides_all(code, value) else 2)
-
-
-def _divides_all(code: types.CodeType, value: float) -> bool:
-    """Whether the function returns an expression divided by this literal."""
-    steps = [*dis.get_instructions(code)]
-    return any(
-        load.opname.startswith("LOAD_")
-        and load.argval == value
-        and (divide.argrepr, end.opname) == ("/", "RETURN_VALUE")
-        for load, divide, end in zip(steps, steps[1:], steps[2:], strict=False)
-    )
+            changed = code.replace(co_consts=consts)
+            copied = _copy(function, changed, function.__globals__, function.__closure__)
+            yield Number(repr(value), value, copied, is_chance=True)

@@ -26,14 +26,12 @@ from funcga.tools.verify.probe import Probe, Rows
 class Kind(NamedTuple):
     """What kind of function of its rows some leaves are.
 
-    name: "nothing", "sum", "sum and constant", "mean", "power", "statistics", "coupled", or
-    "unknown" where it could not be evaluated. ratio: of a mean, how much A weighs for each B; of a
-    power, a sum over something to the power 1 - `power`, how much of that A has for each B.
+    name: "nothing", "sum", "sum and constant", "mean", "statistics", "coupled", or "unknown" where
+    it could not be evaluated. ratio: of a mean, how much A weighs for each B.
     """
 
     name: str
     ratio: float = 0.0
-    power: float = 0.0
 
 
 # How often each group of rows is in a batch, and the values there: a list of arrays, later one
@@ -43,8 +41,6 @@ _Points = dict[Point, Array]
 _POINTS = ((1, 0), (0, 1), (1, 1), (2, 0), (0, 2), (3, 0), (2, 2), (2, 1), (1, 2), (3, 1), (1, 3))
 _NEEDED = {(1, 0), (0, 1), (1, 1), (2, 0), (0, 2), (2, 2)}
 
-# What an exact fit to values in float64 leaves.
-_EXACT = 1e-6
 # Of what converges as 1/k, such as a variance with Bessel's correction, a step is a third of the
 # last one or less; of a logarithm it is 0.58, of what is linear in k 1.
 _SETTLING = 0.45
@@ -114,25 +110,15 @@ class Evidence:
         Where several count alike in this batch, it is those that the loss counts also when the rows
         of one array no longer belong to those of another.
         """
-        chosen = [*combinations(counts(self.probe), number)]
-        fits = self._fits(chosen, has_sum)
-        first = next(fits, None)
-        if first is None:
-            return ()
-        alike = [first, *fits]
-        if len(alike) > 1:
+        every = [*counts(self.probe)]
+        fits = [*self._fits([*combinations(range(len(every)), number)], has_sum)]
+        if len(fits) > 1:
             apart = replace(self.case, probe=self.probe.with_rows_apart(self.case.seed))
-            # The expressions are the same, as every array has its own rows.
-            others = dict(zip(chosen, combinations(counts(apart.probe), number), strict=True))
-            of_others = {others[each]: each for each in alike}
-            still = next(replace(self, case=apart)._fits([*of_others], has_sum), None)
-            first = first if still is None else of_others[still]
-        return first
+            fits = [*replace(self, case=apart)._fits(fits, has_sum), *fits]
+        return tuple(every[index] for index in fits[0]) if fits else ()
 
-    def _fits(
-        self, chosen: Sequence[tuple[Count, ...]], has_sum: bool
-    ) -> Iterator[tuple[Count, ...]]:
-        """Those of the chosen counts that explain the leaves.
+    def _fits(self, chosen: Sequence[tuple[int, ...]], has_sum: bool) -> Iterator[tuple[int, ...]]:
+        """Those of the chosen counts, by index, that explain the leaves.
 
         With three groups of rows few counts fit by chance. With two, a mean over pairs of rows of
         two kinds looks like two means.
@@ -142,23 +128,24 @@ class Evidence:
         points = [point for point in product((0, 1, 2), repeat=3) if 0 < sum(point) < 4]
         vectors = _values_at(self.case, parts, self.leaves, points)
         # A loss may refuse some batches, and a few points show nothing.
-        if len(vectors) <= 3 * (len(chosen[0]) + has_sum):
+        if not chosen or len(vectors) <= 3 * (len(chosen[0]) + has_sum):
             return
         times = np.array([*vectors])
         # As many numbers as points have the same distances as whole gradients.
         values = np.transpose(np.linalg.qr(np.transpose([*vectors.values()]), mode="r"))
         tolerance = 100 * self.case.limit.relative * np.linalg.norm(values)
-        for each in chosen:
-            counted = [times * [count.of(part) for part in parts] for count in each]
-            if not all((every.sum(1) > 0).all() for every in counted):
+        every = [times * [count.of(part) for part in parts] for count in counts(self.probe)]
+        for indices in chosen:
+            counted = [every[index] for index in indices]
+            if not all((each.sum(1) > 0).all() for each in counted):
                 continue
             # The mean of several groups is the sum of their own means, each times its share of what
             # is counted. Fit those means.
-            shares = [every / every.sum(1, keepdims=True) for every in counted]
+            shares = [each / each.sum(1, keepdims=True) for each in counted]
             terms = np.concatenate([*shares, *([times] if has_sum else [])], axis=1)
             means = np.linalg.lstsq(terms, values, rcond=None)[0]
             if np.linalg.norm(terms @ means - values) <= tolerance:
-                yield each
+                yield indices
 
     def leaves_out(self, weigh: Callable[[Rows], float]) -> bool:
         """Whether rows that weigh 0 have a gradient that is not 0: the leaves change without these
@@ -223,7 +210,7 @@ def classify(f: _Points, tolerance: float) -> Kind:
     near: _Near = lambda x, y: bool(np.abs(x - y).max(initial=0.0) <= tolerance)
     # Not linear in the number of repetitions: neither a sum nor a mean.
     if (3, 0) in f and not near(f[3, 0], 2 * f[2, 0] - f[1, 0]):
-        return _as_power(f, near) or _as_growth(f)
+        return _as_growth(f)
     # F = k S + M for k repetitions, so F(2i, 2j) - F(i, j) is S, and M what is left.
     once = ((1, 0), (0, 1), (1, 1))
     sums: _Points = {(i, j): f[2 * i, 2 * j] - f[i, j] for i, j in once}
@@ -248,14 +235,6 @@ def _as_growth(f: _Points) -> Kind:
     return Kind("statistics" if second < _SETTLING * first else "coupled")
 
 
-def _is_mixture(f: _Points, ratio: float, q: float, near: _Near) -> bool:
-    """Whether F(i, j) = (i ratio**q A + j B) / (i ratio + j)**q: with q = 1 a mean in which A
-    weighs `ratio` for each B, and otherwise a sum over such a count to the power q.
-    """
-    a, b = ratio**q * f[1, 0], f[0, 1]
-    return all(near(f[i, j], (i * a + j * b) / (i * ratio + j) ** q) for i, j in f)
-
-
 def _as_mean(f: _Points, near: _Near) -> Kind:
     """The Kind of a function that repeating the batch does not change: "mean" or "statistics"."""
     a, b, both = f[1, 0], f[0, 1], f[1, 1]
@@ -263,26 +242,9 @@ def _as_mean(f: _Points, near: _Near) -> Kind:
     # Where A and B differ, their mixture lies on the line between them.
     if not near(apart, 0):
         share = float((both - b) @ apart / (apart @ apart))
-    # The ratio that one mixture shows must hold for every other.
-    ratio = share / (1 - share) if 0 < share < 1 else 0.0
-    return Kind("mean", ratio) if ratio and _is_mixture(f, ratio, 1, near) else Kind("statistics")
-
-
-def _as_power(f: _Points, near: _Near) -> Kind | None:
-    """The Kind of a sum over a count to some power, if it is one.
-
-    A sum over the root of the rows counts rows. The gradient of a norm is a sum over the root of
-    a sum as well, and counts sums of squares.
-    """
-    # All rows twice: F is 2 ** (1 - q) times as large.
-    growth = float(f[2, 0] @ f[1, 0] / (f[1, 0] @ f[1, 0])) if f[1, 0].any() else 0.0
-    q = 1 - float(np.log2(growth)) if growth > 0 else 0.0
-    (x, _), _, rank, _ = np.linalg.lstsq(np.stack([f[1, 0], f[0, 1]], 1), f[1, 1], rcond=_EXACT)
-    if rank < 2 or not q or x <= 0:
-        return None
-    # x is the share of A in the count, to the power q.
-    share = float(x ** (1 / q))
     if not 0 < share < 1:
-        return None
+        return Kind("statistics")
+    # The ratio that one mixture shows must hold for every other.
     ratio = share / (1 - share)
-    return Kind("power", ratio, 1 - q) if _is_mixture(f, ratio, q, near) else None
+    is_mean = all(near(f[i, j], (i * ratio * a + j * b) / (i * ratio + j)) for i, j in f)
+    return Kind("mean", ratio) if is_mean else Kind("statistics")

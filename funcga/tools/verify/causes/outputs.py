@@ -45,27 +45,24 @@ def per_example(case: Case) -> Iterator[Answer]:
     # The splits tell of a loss that refuses some batches.
     if some is None:
         return
-    folds, rows, some_rows = [*probe.folds], probe.rows, len(part)
-    first: tuple[str, dict[str, object]] | None = None
+    folds, apart = [*probe.folds], list[int]()
     for i, (x, y) in enumerate(zip(probe.whole, some, strict=True)):
-        if x.shape == y.shape:
-            continue
-        monoid = folds[i].reducer.monoid
-        # The axis whose length follows the number of rows.
-        pairs = enumerate(zip(x.shape, y.shape, strict=False))
-        axis = next((axis for axis, (of_x, of_y) in pairs if of_x != of_y), 0)
-        is_joined = monoid.ordered and (monoid.axis is None or monoid.axis % x.ndim == axis)
-        if is_joined:
-            continue
-        folds[i] = concat(axis)
-        if first is None:
-            shapes = {"whole": [*x.shape], "part": [*y.shape], "rows": rows, "some": some_rows}
-            key = "per-example output" + ": axis" * (monoid.axis is not None)
-            first = key, {"where": probe.paths[i], **shapes}
-    if first is not None:
+        if x.shape != y.shape:
+            # The axis whose length follows the number of rows.
+            sizes = enumerate(zip(x.shape, y.shape, strict=False))
+            axis = next((axis for axis, (of_x, of_y) in sizes if of_x != of_y), 0)
+            monoid = folds[i].reducer.monoid
+            is_joined = monoid.ordered and (monoid.axis is None or monoid.axis % x.ndim == axis)
+            if not is_joined:
+                folds[i] = concat(axis)
+                apart.append(i)
+    if apart:
         case.probe = probe.with_folds(folds)
+        i, rows = apart[0], {"rows": probe.rows, "some": len(part)}
+        shapes = {"whole": [*probe.whole[i].shape], "part": [*some[i].shape]}
         # The line has concat() for all of them.
-        yield cause(first[0], line=fold_line(case.probe, "", ()), **first[1])
+        line = fold_line(case.probe, "", ())
+        yield cause("per-example output", line=line, where=probe.paths[i], **shapes, **rows)
         if probe.has_state:
             yield stop("nothing else")
 
@@ -80,10 +77,8 @@ def unused_parameters(case: Case) -> Iterator[Answer]:
         return
     pairs = zip(probe.whole, moved.whole, strict=True)
     if all(np.array_equal(x, y, equal_nan=True) for x, y in pairs):
-        # Of a module's own parameters, or those of a function.
-        key = "module" if probe.brings_parameters else probe.backend.name
         batch = ", ".join(["module", *loss_names(probe)[1:]])
-        yield cause(f"params unused: {key}", count=len(gradients), batch=batch)
+        yield cause("params unused", count=len(gradients), batch=batch)
 
 
 def wrong_gradient(case: Case) -> Iterator[Answer]:
@@ -110,8 +105,6 @@ def wrong_gradient(case: Case) -> Iterator[Answer]:
         return
     where = probe.paths[differences.index(worst)] if gradient is None else ""
     key = "wrong gradient" if gradient else "first-order step"
-    if probe.brings_parameters:
-        key += ": module"
     yield cause(key, where=where, difference=worst)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from funcga.tools.verify.causes import Answer, Cause, cause, note, stop
 from funcga.tools.verify.causes.groups import Evidence
-from funcga.tools.verify.causes.lines import axes_line, loss_names
+from funcga.tools.verify.causes.lines import loss_names
 from funcga.tools.verify.exact import Case, first_line
 from funcga.tools.verify.probe import Probe, Rows
 
@@ -25,11 +25,11 @@ from funcga.tools.verify.probe import Probe, Rows
 
 def of_statistics(evidence: Evidence) -> Cause:
     """The Cause of a loss that depends on statistics of its rows, or couples them."""
-    layers = evidence.probe.layers()
+    case, layers = evidence.case, evidence.probe.layers()
     if _grows_as_a_logarithm(evidence.probe, evidence.a):
-        return evidence.cause("in-batch negatives", line=coupled_line(evidence.case, "embeddings"))
+        return evidence.cause("in-batch negatives", line=coupled_line(case, "embeddings"))
     if evidence.kind.name == "coupled":
-        return of_sums(evidence)
+        return of_sums(evidence, "coupled rows")
     if layers:
         return evidence.cause("batch statistics: layers", layers=layers)
     return of_means(evidence)
@@ -43,15 +43,16 @@ def of_means(evidence: Evidence) -> Cause:
     twice = probe.try_values(probe.all_rows * 2)
     # A function of means alone is the same for all rows twice.
     if twice is not None and case.differ(twice, probe.whole):
-        return of_sums(evidence, "batch statistics: sums")
-    line = coupled_line(case, "means", "funcga.mean()")
-    return evidence.cause("batch statistics", line=line)
+        return of_sums(evidence, "batch statistics")
+    return of_sums(evidence, "batch statistics", "mean")
 
 
-def of_sums(evidence: Evidence, key: str = "coupled rows", **words: object) -> Cause:
-    """The Cause of a loss that is a function of sums over rows, as the square of a sum is."""
-    line = coupled_line(evidence.case, "sums", "funcga.sum()")
-    return evidence.cause(key, line=line, **words)
+def of_sums(evidence: Evidence, key: str, kind: str = "sum") -> Cause:
+    """The Cause of a loss that is a function of sums over rows, as the square of a sum is, or of
+    means.
+    """
+    line = coupled_line(evidence.case, f"{kind}s", f"funcga.{kind}()")
+    return evidence.cause(key, line=line, kind=kind)
 
 
 def _grows_as_a_logarithm(probe: Probe, rows: Rows) -> bool:
@@ -78,37 +79,32 @@ def coupled_line(case: Case, summary: str, fold: str = "") -> str:
     not concat().
     """
     probe, gradient = case.probe, case.probe.gradient
-    of_module = probe.framework.module_loss(probe.grad_fn)
     names = loss_names(probe)
     summary_fn = f"lambda {', '.join([*names, *probe.kwargs])}: {summary}"
     if probe.brings_parameters:
         summary_fn = f"torch_backend.module_value_and_grad(module, {summary_fn})"
-    elif of_module is not None:
+    elif probe.framework.module_loss(probe.grad_fn) is not None:
         names[0], summary_fn = "params", f"torch_backend.pure_loss(module, {summary_fn})"
     # The second function gets what is differentiated, by default the first argument.
+    has_aux = gradient is not None and gradient.has_aux
     arg_indices = gradient.arg_indices(len(names)) if gradient else (0,)
     differentiated = ", ".join([names[arg_index] for arg_index in arg_indices])
-    has_aux = gradient is not None and gradient.has_aux
     loss_fn = f"lambda {differentiated}, s: {'(loss, aux)' if has_aux else 'loss'}"
-    return f"funcga.coupled({summary_fn}, {loss_fn}, {_options(case, fold)})"
 
-
-def _options(case: Case, fold: str) -> str:
-    probe, gradient = case.probe, case.probe.gradient
-    axes = [part.in_axes for part in probe.arguments.parts]
-    is_default = axes == [None, *[0] * (len(axes) - 1)]
-    options = [f"n={case.counts[0] if case.counts else 8}"]
-    if fold:
-        options.append(f"fold={fold}")
-    if probe.program.weight and fold == "funcga.mean()":
-        options.append("weight=weight")
-    if not is_default:
-        options.append(axes_line(probe, {}))
-    if gradient is not None and gradient.argnums:
-        options.append(f"argnums={gradient.argnums!r}")
-    if gradient is not None and gradient.has_aux:
-        options.append("has_aux=True")
-    return ", ".join(options)
+    axes = tuple(part.in_axes for part in probe.arguments.parts)
+    weight = "weight" if probe.program.weight and fold == "funcga.mean()" else ""
+    is_default = axes == (None, *[0] * (len(axes) - 1))
+    options = {
+        "n": case.counts[0] if case.counts else 8,
+        "fold": fold,
+        "weight": weight,
+        # Parameters that a module brings are no argument of the call.
+        "in_axes": "" if is_default else axes[probe.brings_parameters :],
+        "argnums": gradient.argnums if gradient else 0,
+        "has_aux": has_aux,
+    }
+    written = [f"{name}={option}" for name, option in options.items() if option]
+    return f"funcga.coupled({', '.join([summary_fn, loss_fn, *written])})"
 
 
 # --- a step of `coupled` that knows a number of rows
@@ -120,23 +116,18 @@ def fixed_number(case: Case) -> Iterator[Answer]:
     """
     probe, job, every = case.probe, case.probe.job, case.probe.all_rows
     assert job is not None
-
-    def is_refused(rows: Rows) -> bool:
-        return probe.try_values(rows) is None
-
-    n = min(job.program.n or 1, probe.rows)
-    sizes = job.program.microbatch_size or -(-probe.rows // n), probe.rows // n, probe.rows // 2
-    fewer, works, fails = [every[:size] for size in sizes], every, every[: probe.rows // 2]
-    if is_refused(every):
-        works, fails = next((rows for rows in fewer if not is_refused(rows)), every), every
-    elif not all(map(is_refused, (*case.parts, every[:-1]))):
+    size = job.program.microbatch_size or -(-probe.rows // (job.program.n or 1))
+    fewer = [every[: min(rows, probe.rows - 1)] for rows in (size, probe.rows // 2, probe.rows)]
+    working = [rows for rows in fewer if probe.try_values(rows) is not None]
+    works, fails = every, fewer[1]
+    if probe.try_values(every) is None:
+        works, fails = working[0] if working else every, every
+    # An error that is not about their number is that of a later question.
+    if works == fails or (works == every and working):
         return
     try:
         probe.values(fails)
     except Exception as error:
-        # An error that is not about their number is that of a later question.
-        if works == fails:
-            return
         function = "summary_fn"
         with suppress(Exception):
             probe.grad_fn(*probe.take_rows(fails), **probe.kwargs)
@@ -152,11 +143,10 @@ def of_order(case: Case) -> Iterator[Answer]:
     order in another way.
     """
     probe, every = case.probe, case.probe.all_rows
-    folds, twice = probe.backend.trees.flatten(probe.program.fold)[0], every + every
-    has_order = any(fold.reducer.monoid.axis is not None for fold in folds)
-    # Nothing has an order, it makes no difference, or the cause is known already.
+    twice = every + every
+    # The cause is known already, or it makes no difference.
     is_known = not case.splits.are_exact or probe.try_values(every[:-1]) is None
-    if not has_order or is_known or not _differ(case, twice, tuple(sorted(twice))):
+    if is_known or not _differ(case, twice, tuple(sorted(twice))):
         return
     # Of all exchanges of two neighbouring rows only that at the end of the first `size` rows
     # changes it, whatever their number. A half of them ends elsewhere if there are twice as many.
@@ -170,11 +160,11 @@ def of_order(case: Case) -> Iterator[Answer]:
 
 def _changing(case: Case, rows: Rows) -> list[int]:
     """The rows that change the loss if they are exchanged with the next one."""
-    return [
-        row
+    exchanged = {
+        row: (*rows[: row - 1], rows[row], rows[row - 1], *rows[row + 1 :])
         for row in range(1, len(rows))
-        if _differ(case, rows, (*rows[: row - 1], rows[row], rows[row - 1], *rows[row + 1 :]))
-    ]
+    }
+    return [row for row, order in exchanged.items() if _differ(case, rows, order)]
 
 
 def _differ(case: Case, *orders: Rows) -> bool:
