@@ -151,6 +151,9 @@ def accumulate(
     if searches or given.count(None) < len(given):
         program = compose(program, *given, searches=searches)
     search = load("plan.search", 'n="auto"').Search(program) if searches else None
+    is_told = (
+        program.is_told
+    )  # torch.compile may trace a call, but not what is cached at the first one
     # A gradient function has no name of its own to copy.
     is_object = isinstance(grad_fn, GradientFunction | OwningGradient)
     names = () if is_object else ("__doc__", "__name__", "__qualname__")
@@ -158,7 +161,7 @@ def accumulate(
     @functools.wraps(grad_fn, assigned=names, updated=())
     def accumulated(*args: Any, **kwargs: Any) -> Any:
         """The fold of grad_fn over the micro-batches that the arguments are split into."""
-        with program.telling() if program.is_told else nullcontext():
+        with program.telling() if is_told else nullcontext():
             # The arrays of each call determine the framework.
             backend = program.backend(args, kwargs)
             if search is None:
