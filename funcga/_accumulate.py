@@ -4,17 +4,33 @@ import functools
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
-from funcga._call import Options, OwningGradient, Program, owner_of, read_program, read_sizes
+from funcga._call import OwningGradient, Program, owner_of, read_program, read_sizes
 from funcga._call.supported import ANY, check_supported
 from funcga._grad import GradientFunction
 from funcga._tools import load
-from funcga._types import Across, DropScope, DropTest, P, R, TotalsFn, Tree, WeightFn
+from funcga._types import Across, P, R, Tree, WeightFn
 from funcga.folds import FoldTree, mean
 
 if TYPE_CHECKING:
     from funcga.tools.observe import ObserverTree
+
+TotalsFn = Callable[..., Tree]
+DropScope = Literal["microbatch", "window"]
+DropTest = Callable[[Tree], object]
+
+
+class Options(TypedDict, total=False):
+    """The options that a step has with `observe=` and without it, for type checkers."""
+
+    fold: FoldTree
+    weight: WeightFn | None
+    in_axes: Tree
+    across: Across
+    totals: TotalsFn | None
+    drop: DropScope | None
+    drop_if: DropTest | None
 
 
 @overload

@@ -8,10 +8,9 @@ from typing import Any, overload
 
 from funcga._backend import Arrays, Backend
 from funcga._backend.dispatch import backend_of, import_backends
-from funcga._backend.prefixes import leaf_paths
-from funcga._call import KnownGradient, Memory
+from funcga._call import Memory
 from funcga._call.arguments import argument_names
-from funcga._fold import as_number, is_quantity
+from funcga._fold import as_number, check_quantity
 from funcga._types import Array, GradFn, LossFn, P, R, Scalar, Tree
 from funcga.errors import FuncgaError, check_callable
 
@@ -32,7 +31,7 @@ def evaluations() -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class GradientFunction(KnownGradient):
+class GradientFunction:
     """A gradient function in the framework of its arguments. Made by `grad` and
     `value_and_grad`.
     """
@@ -52,13 +51,6 @@ class GradientFunction(KnownGradient):
     def __wrapped__(self) -> LossFn:
         return self.loss_fn
 
-    @property
-    def leaves_before(self) -> int:
-        """How many leaves come before the value and the gradient in the output of `compose`: none,
-        unless observers are told something.
-        """
-        return 0
-
     def __call__(self, *args: Any, **kwargs: Any) -> Tree:
         """The value and gradient, or the gradient, at these arguments."""
         # Names are only for errors.
@@ -77,14 +69,10 @@ class GradientFunction(KnownGradient):
         @functools.wraps(self.loss_fn, updated=())  # for the names of its parameters in messages
         def gradient(*args: Any, **kwargs: Any) -> Tree:
             arg_indices = self.arg_indices(len(args))
-            for arg_index in arg_indices:
-                self.check_leaves(args[arg_index], arg_index, backend)
             if counts:
                 _EVALUATIONS.count += 1
-            scale = None
-            if self.scaled:
-                # Read outside of the transform, in which the host sees no numbers.
-                scale, kwargs = self.read_scale(kwargs, backend)
+            # Read outside of the transform, in which the host sees no numbers.
+            scale, kwargs = self.read_scale(kwargs, backend)
 
             @functools.wraps(self.loss_fn, updated=())
             def objective(*args: Any, **kwargs: Any) -> tuple[Array, tuple[Array, Tree]]:
@@ -118,26 +106,6 @@ class GradientFunction(KnownGradient):
             )
         return arg_indices
 
-    def check_leaves(self, tree: Tree, arg_index: int, backend: Backend) -> None:
-        """Raises FuncgaError if a leaf of this argument cannot be differentiated."""
-        arrays = backend.arrays
-        for leaf_index, leaf in enumerate(backend.trees.flatten(tree)[0]):
-            try:
-                dtype = None if leaf is None else arrays.as_array(leaf).dtype
-                if dtype is None or arrays.kind(dtype) in ("float", "complex"):
-                    continue
-            except TypeError:
-                pass
-            # The path is worked out for the error alone.
-            name = argument_names(self.loss_fn, arg_index + 1)[arg_index]
-            path = leaf_paths(tree, backend.trees, name)[leaf_index]
-            raise FuncgaError(
-                f"`{path}` is {arrays.describe(leaf)}, and a gradient is taken with respect to "
-                f"`{name}`: only float and complex arrays have one. Pass what is not trained as "
-                "another argument, whole: in_axes=(None, None, 0), and a module's parameters by "
-                "name: torch_backend.trainable(module)."
-            )
-
     def read_scale(self, kwargs: dict[str, Any], backend: Backend) -> tuple[Scalar, dict[str, Any]]:
         """(loss scale, other keyword arguments) of a call; the scale is None unless `scaled`.
         Raises FuncgaError if it is missing or invalid.
@@ -150,11 +118,8 @@ class GradientFunction(KnownGradient):
             scale = arrays.scalar(scale)
             if arrays.is_array(scale):
                 return scale, others  # which the host does not see
-        if not is_quantity(scale):
-            raise FuncgaError(
-                f"loss_scale is {scale!r}: it must be a finite number above 0, or a 0-d array of "
-                "one, such as the scale of funcga.transforms.loss_scaled: loss_scale=state.scale."
-            )
+        meaning = "a finite number above 0, or a 0-d array of one"
+        check_quantity("loss_scale", scale, "state.scale", meaning)
         return scale, others
 
     def split(self, output: Tree, backend: Backend) -> tuple[Array, Tree]:

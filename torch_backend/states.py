@@ -12,9 +12,8 @@ from typing import Any
 import torch
 
 from funcga._call import Memory
-from funcga._fold import LeafFold, Tally, largest
-from funcga._fold.accumulator import Accumulation
-from funcga._transform.window import Window
+from funcga._fold import Tally, largest
+from funcga._fold.accumulator import Accumulation, AccumulatorState
 from funcga._types import Array, Reduced, Scalar
 from funcga.errors import FuncgaError
 from torch_backend import arrays
@@ -53,7 +52,7 @@ def add(
             if is_dense and value.layout is torch.strided and wide is total.dtype:
                 groups.setdefault(1 if fold.adds == "plain" else weight, []).append(index)
             else:
-                after[index] = _combined(fold, total, value, weight, pure)
+                after[index] = _combined(window, index, value, weight, pure)
         for factor, group in groups.items():
             values = [leaves[index] for index in group]
             totals = _added([after[index] for index in group], values, factor, is_first, donate)
@@ -62,11 +61,12 @@ def add(
 
 
 def _combined(
-    fold: LeafFold, total: Reduced, value: torch.Tensor, weight: Scalar, pure: bool
+    window: Accumulation, index: int, value: torch.Tensor, weight: Scalar, pure: bool
 ) -> Reduced:
     """The accumulator of a leaf that torch does not add to; in no graph unless `pure`."""
+    fold: Any = window.outputs.folds[index]
     value = value if pure else value.detach()
-    combined = fold.combine(total, fold.lift(value, weight))
+    combined = window.combined(index, fold.lift(value, weight))
     # A monoid of the user's may return its argument, whose memory belongs to grad_fn.
     return combined.clone() if combined is value else combined
 
@@ -111,13 +111,6 @@ def _weighed(
         # `where` selects: of a weight of 0 not even a NaN is added.
         products.append(torch.where(counts, value.to(total.dtype) * factor, zero))
     return products
-
-
-def detached(leaves: Sequence[Array]) -> list[Array]:
-    """The leaves in no graph, unless what is computed is differentiated from outside."""
-    if arrays.in_transform():
-        return [*leaves]
-    return [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
 
 def finish(window: Accumulation, tallies: Sequence[Tally], donate: bool) -> list[Reduced]:
@@ -204,33 +197,27 @@ def zeros_of(
 # -- over replicas
 
 
-def check_gradients(
-    leaves: Sequence[Array], window: Accumulation, replicas: Replicas | None
-) -> None:
-    """Raises FuncgaError for gradients that cannot be added to the window, or merged over the
+def check_gradients(leaves: Sequence[Array], window: Accumulation) -> None:
+    """Raises FuncgaError for gradients that cannot be added to the window, or merged over its
     replicas.
     """
     # Nothing can be seen: a tensor does not say whether other processes have it, too.
 
 
-def telling(across: Any, memory: Memory) -> AbstractContextManager[object] | None:
-    """The context of a call that ends a window, in which other processes are told of an error;
-    None if `across` names none of this framework.
-    """
+def telling(across: Any, memory: Memory) -> AbstractContextManager[object]:
+    """The context of a call that ends a window, in which other processes are told of an error."""
     if not are_processes(across):
-        return None
+        return nullcontext()
     begin = lambda: nullcontext(Reduction(memory, replicas_of(across)))
     context: AbstractContextManager[object] = untraced(telling_windows)([(memory, begin)])
     return context
 
 
-def merged(
-    window: Accumulation, replicas: Replicas, memory: Memory, updates: Array, donate: bool
-) -> Accumulation:
-    """The window merged over all replicas, whose states have made so many `updates`; in the same
+def merged(window: Accumulation, memory: Memory, updates: Array, donate: bool) -> Accumulation:
+    """The window merged over its replicas, whose states have made so many `updates`; in the same
     memory if that is donated.
     """
-    reduction = Reduction(memory, replicas)
+    reduction = Reduction(memory, window.replicas)
     reduction.updates = arrays.scalar(updates)
     if memory.failed:
         # The others have made the last update, and this replica has not: its header says so.
@@ -259,7 +246,9 @@ def merged(
     )
 
 
-def own_parts(windows: Sequence[Window], replicas: Replicas | None) -> list[Window]:
+def own_parts(
+    windows: Sequence[AccumulatorState], replicas: Replicas | None
+) -> list[AccumulatorState]:
     """The parts of a state's window that belong to this replica; without replicas all, of
     several states.
 
@@ -276,7 +265,7 @@ def own_parts(windows: Sequence[Window], replicas: Replicas | None) -> list[Wind
     return [window] if mark == own or own[0] == 0 or is_empty else []
 
 
-def _parts_of_all(windows: Sequence[Window]) -> list[Window]:
+def _parts_of_all(windows: Sequence[AccumulatorState]) -> list[AccumulatorState]:
     """The parts that the states of all replicas have, in the order of these, on the devices of the
     first: each has saved its window on its own.
     """
@@ -316,7 +305,9 @@ def _incomplete(marks: Sequence[tuple[int, int]]) -> FuncgaError:
     )
 
 
-def as_part(windows: Sequence[Window], replicas: Replicas | None, is_empty: bool) -> Window:
+def as_part(
+    windows: Sequence[AccumulatorState], replicas: Replicas | None, is_empty: bool
+) -> AccumulatorState:
     """A window as this replica's part of a state; without replicas the whole of all parts."""
     part = _WHOLE
     if replicas is not None and not is_empty:
@@ -324,7 +315,7 @@ def as_part(windows: Sequence[Window], replicas: Replicas | None, is_empty: bool
     return windows[0]._replace(part=torch.tensor(part, dtype=torch.int32, device="cpu"))
 
 
-def _part(window: Window) -> tuple[int, int]:
+def _part(window: AccumulatorState) -> tuple[int, int]:
     """(rank, count) of the replica whose part it is; _WHOLE for a window of all replicas, or
     without any.
     """

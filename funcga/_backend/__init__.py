@@ -195,10 +195,6 @@ class States(Protocol):
         """
         ...
 
-    def detached(self, leaves: Sequence[Array]) -> list[Array]:
-        """The leaves in no graph, unless what is computed is differentiated from outside."""
-        ...
-
     def finish(self, window: Accumulation, tallies: Sequence[Tally], donate: bool) -> list[Reduced]:
         """The leaves of a window, each normalised by its tally; in memory of their own, or in that
         of donated sums.
@@ -213,8 +209,8 @@ class States(Protocol):
         """The accumulators of an empty window like this one."""
         ...
 
-    def check_gradients(self, leaves: Sequence[Array], window: Accumulation, replicas: Any) -> None:
-        """Raises FuncgaError for gradients that cannot be added to the window, or merged over the
+    def check_gradients(self, leaves: Sequence[Array], window: Accumulation) -> None:
+        """Raises FuncgaError for gradients that cannot be added to the window, or merged over its
         replicas.
         """
         ...
@@ -234,16 +230,16 @@ class States(Protocol):
         ...
 
     def merged(
-        self, window: Accumulation, replicas: Any, memory: Memory, updates: Array, donate: bool
+        self, window: Accumulation, memory: Memory, updates: Array, donate: bool
     ) -> Accumulation:
-        """The window merged over all replicas, whose states have made so many `updates`; in the
+        """The window merged over its replicas, whose states have made so many `updates`; in the
         same memory if that is donated.
         """
         ...
 
-    def telling(self, across: Any, memory: Memory) -> AbstractContextManager[object] | None:
-        """The context of a call that ends a window, in which other processes are told of an error;
-        None if `across` names none of this framework.
+    def telling(self, across: Any, memory: Memory) -> AbstractContextManager[object]:
+        """The context of a call that ends a window, in which other processes are told of an
+        error.
         """
         ...
 
@@ -314,5 +310,3 @@ class Backend:
     transforms: Transforms
     # A framework whose users write transforms without a library has none.
     optimizers: Optimizers | None = None
-    # Whether a call may write to memory that it is given. In JAX that is an option of jax.jit.
-    donates: bool = False

@@ -5,8 +5,8 @@ options, checked.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, TypedDict, TypeVar
+from functools import cached_property, partial
+from typing import Any, TypeVar
 
 from funcga import normalizers, reducers
 from funcga._backend import Backend
@@ -19,11 +19,8 @@ from funcga._replicas import Step, step_of
 from funcga._types import (
     Across,
     Array,
-    DropScope,
-    DropTest,
     GradFn,
     Scalar,
-    TotalsFn,
     Tree,
     WeightFn,
 )
@@ -33,27 +30,7 @@ from funcga.folds import Fold, FoldTree
 Kept = TypeVar("Kept")
 
 
-class Options(TypedDict, total=False):
-    """The options that a step has with `observe=` and without it, for type checkers."""
-
-    fold: FoldTree
-    weight: WeightFn | None
-    in_axes: Tree
-    across: Across
-    totals: TotalsFn | None
-    drop: DropScope | None
-    drop_if: DropTest | None
-
-
-class KnownGradient:
-    """A gradient function that says where the gradient is in what it returns."""
-
-    def gradient_in(self, value: Tree) -> Tree:
-        """The part of a value of it that is the gradient."""
-        raise NotImplementedError
-
-
-class OwningGradient(KnownGradient):
+class OwningGradient:
     """A gradient function that brings parameters of its own: all of its arguments are split,
     unless in_axes says.
     """
@@ -84,11 +61,6 @@ class OwningGradient(KnownGradient):
         """What its results are merged over where a step says `across=`."""
         return across
 
-    def check_counted(self, grad_fn: GradFn) -> None:
-        """Raises FuncgaError if totals cannot be counted for a step of grad_fn, which wraps this
-        function.
-        """
-
 
 @dataclass(eq=False)
 class Memory:
@@ -101,6 +73,10 @@ class Memory:
     options: dict[str, str] = field(default_factory=dict)
     failed: bool = False
     kept: dict[type, object] = field(default_factory=dict)
+
+    def __reduce__(self) -> Any:
+        """Pickled without what was cached."""
+        return Memory, (self.step, self.options)
 
     def keep(self, kind: type[Kept], *args: object) -> Kept:
         """The cached object of this class: `kind(*args)`, made at the first call. Each backend
@@ -131,12 +107,20 @@ class Program:
     # result after the last.
     prologue: Any = None
     epilogues: tuple[Callable[..., Tree], ...] = ()
-    observers: Any = None
-    dropping: Any = None
+    watch: Any = None  # of a tool: what it folds of each gradient, beside the value
+    skip: Any = None  # of a tool: which micro-batches are left out, by their values
     on_each: Any = None  # of a plan: what runs a function on every device of a mesh
 
-    is_exact: bool = False  # whether a fold reads bits, as reproducible() does
-    is_told: bool = False  # whether other processes may take part in a call
+    @cached_property
+    def is_exact(self) -> bool:
+        """Whether a fold reads bits, as reproducible() does."""
+        return _is_exact(self.fold)
+
+    @cached_property
+    def is_told(self) -> bool:
+        """Whether other processes may take part in a call."""
+        owner = owner_of(self.grad_fn)
+        return self.across is not None or (owner is not None and owner.kind != MODULE)
 
     def backend(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Backend:
         """The backend that owns the arrays of a call."""
@@ -177,23 +161,20 @@ class Program:
     def weigh(self, arguments: Arguments, args: tuple[Any, ...], rows: int | None) -> Scalar:
         """The weight of a micro-batch: a number, or a 0-d array that the host does not see yet.
 
-        By default it is the number of rows; with `rows` None they are counted in the arguments.
+        By default it is the number of rows; with `rows` None they are counted in the arguments. It
+        is 1 if they cannot be counted and no fold asks for a weight.
         """
         if self.weight is not None:
             weight = self.weight(*arguments.split_args(args))
             return check_weight(weight, arguments.backend.arrays)
-        return self._count_rows(arguments) if rows is None else rows
-
-    def _count_rows(self, arguments: Arguments) -> int:
-        """The rows of a micro-batch that came split; 1 if they cannot be counted and no fold asks
-        for a weight.
-        """
+        if rows is not None:
+            return rows
         try:
             return arguments.rows()
         except FuncgaError as error:
-            # An observer measures each gradient in units of its weight.
+            # What watches measures each gradient in units of its weight.
             folds = arguments.backend.trees.flatten(self.fold, _is_fold)[0]
-            if self.observers is None and all(map(_ignores_weights, folds)):
+            if self.watch is None and all(map(_ignores_weights, folds)):
                 return 1
             raise FuncgaError(
                 "the rows of a micro-batch are its weight unless weight= says it, and they cannot "
@@ -212,24 +193,14 @@ class Program:
         """The Outputs for a first micro-batch with this value, and its leaves."""
         # The first micro-batch shows the structure; all later ones are checked against it.
         backend, carried = arguments.backend, arguments.carried() if arguments.state else []
-        if self.observers is None:
+        if self.watch is None:
             outputs, leaves = bind_outputs(self.fold, value, backend, carried=carried)
         else:
-            # Bound first without observers, so that errors name leaves of grad_fn's own output.
+            # The value is bound alone first, so that errors name leaves of grad_fn's own output.
             bind_outputs(self.fold, value[1], backend, carried=carried)
-            outputs, leaves = bind_outputs(
-                (self.observers.folds, self.fold), value, backend, carried=carried
-            )
-            outputs = replace(outputs, before=len(self.observers.folds))
-        describe, is_array = backend.arrays.describe, backend.arrays.is_array
-        for leaf_index, before in zip(outputs.threads, arguments.state, strict=True):
-            after = leaves[leaf_index]
-            if is_array(before) and (not is_array(after) or describe(after) != describe(before)):
-                raise FuncgaError(
-                    f"{outputs.paths()[leaf_index]} is {describe(after)}, and the carried state "
-                    f"came in as {describe(before)}. Every micro-batch gets what the one before "
-                    "returned: return the shape and dtype that came in."
-                )
+            folds = self.watch.folds
+            outputs, leaves = bind_outputs((folds, self.fold), value, backend, carried=carried)
+            outputs = replace(outputs, before=len(folds))
         return outputs, leaves
 
 
@@ -291,7 +262,6 @@ def read_program(
         in_axes = _default_in_axes(grad_fn)
     # Imported now, as torch.compile may trace the first call.
     import_backends()
-    is_told = across is not None or (owner is not None and owner.kind != MODULE)
     step = None if across is None else step_of(grad_fn)
     memory = Memory(step, {} if owner is None else {**owner.options})
     return Program(
@@ -304,8 +274,6 @@ def read_program(
         device,
         across,
         memory,
-        is_exact=_is_exact(fold),
-        is_told=is_told,
     )
 
 
@@ -352,7 +320,7 @@ def _layers(grad_fn: GradFn) -> Iterator[GradFn]:
         else:
             # From the instance, where functools.wraps sets it: a gradient function has a
             # property of this name.
-            layer = vars(layer).get("__wrapped__") if hasattr(layer, "__dict__") else None
+            layer = getattr(layer, "__dict__", {}).get("__wrapped__")
 
 
 def step_program(step: object) -> Program | None:

@@ -6,7 +6,6 @@ import inspect
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import takewhile
 from typing import Any, NamedTuple
 
 from funcga._backend import Backend, Trees
@@ -106,37 +105,31 @@ class Arguments:
     def _rows_of(self, leaf_index: int, leaf: Any, axis: int) -> int:
         """How many rows a leaf has along its axis."""
         arrays = self.backend.arrays
-        if not arrays.is_array(leaf):
-            raise FuncgaError(
-                f"`{self.path(leaf_index)}` is {arrays.describe(leaf)}, and in_axes splits it on "
-                f"axis {axis}: only {self.backend.name} arrays can be split. Convert it, make it a "
-                "tree of arrays, or pass it whole: in_axes with None in its place. A DataLoader is "
-                "folded by stream."
-            )
         try:
-            shape = leaf.shape
-            rows: int = shape[axis]  # a symbol, if a program is exported for any number of rows
-        except (IndexError, RuntimeError) as error:  # nested tensors of the old kind have no shape
-            raise FuncgaError(
-                f"`{self.path(leaf_index)}` is {arrays.describe(leaf)}: it has no axis {axis} to "
-                "split. Pass it whole: in_axes with None in its place, or as a keyword argument."
-            ) from error
-        return rows
+            if arrays.is_array(leaf):
+                return leaf.shape[axis]  # type: ignore[no-any-return]
+        except (IndexError, RuntimeError):  # nested tensors of the old kind have no shape
+            pass
+        raise FuncgaError(
+            f"`{self.path(leaf_index)}` is {arrays.describe(leaf)}: it has no axis {axis} to "
+            f"split. Only {self.backend.name} arrays are split: convert it, make it a tree of "
+            "arrays, or pass it whole: in_axes with None in its place, or by keyword. A DataLoader "
+            "is folded by stream."
+        )
 
     def _check_examples(self, rows: int) -> None:
         """Raises FuncgaError if all that is split are lists of arrays alike: these are examples,
         as a collate function for images of several sizes makes them, and axis 0 is not the rows.
         """
-        flatten, nodes = self.backend.trees.flatten, list[Any]()
-        for part in self.parts:
-            if part.axes and not isinstance(part.in_axes, int):
-                return  # the user has said what is split
-            nodes += flatten(part.value, _is_list)[0] if part.axes else ()
+        flatten, split = self.backend.trees.flatten, [part for part in self.parts if part.axes]
+        if not all(isinstance(part.in_axes, int) for part in split):
+            return  # the user has said what is split
+        nodes = [node for part in split for node in flatten(part.value, _is_list)[0]]
         lists = [node for node in nodes if node is not None]
         if not all(map(_is_list, lists)):
             return  # another array has these rows
         for examples in lists:
-            is_argument = any(examples is part.value for part in self.parts)
+            is_argument = any(examples is part.value for part in split)
             if _are_examples(len(examples), flatten(examples)[0], rows, is_argument):
                 raise FuncgaError(
                     f"a list of {len(examples)} arrays is split: axis 0 of each would be taken for "
@@ -184,15 +177,10 @@ class Arguments:
             for part in self.parts
         ]
 
-    def split_args(self, args: tuple[Any, ...], option: str = "weight=") -> list[Any]:
-        """The split arguments of a micro-batch, for the function that was given as `option`."""
-        split = self.are_split()
-        if not any(split):
-            raise FuncgaError(
-                f"{option} is called with the arguments that are split, and in_axes splits none. "
-                "Give an argument an axis: in_axes=(None, 0)."
-            )
-        return [arg for arg, is_split in zip(args, split, strict=True) if is_split]
+    def split_args(self, args: tuple[Any, ...]) -> list[Any]:
+        """The split arguments of a micro-batch, for the functions of `weight=` and `totals=`."""
+        pairs = zip(args, self.are_split(), strict=True)
+        return [arg for arg, is_split in pairs if is_split]
 
     def paths(self) -> list[tuple[str, str]]:
         """(root, path) of the leaves, in the order of iteration: the path of the in_axes entry,
@@ -291,9 +279,8 @@ def argument_names(function: Callable[..., object], count: int) -> list[str]:
     except (TypeError, ValueError):
         parameters = []
     # From *args on there are no names.
-    by_position = takewhile(lambda p: p.kind < p.VAR_POSITIONAL, parameters)
-    names = [parameter.name for parameter in by_position]
-    return (names + [f"args[{arg_index}]" for arg_index in range(len(names), count)])[:count]
+    names = [each.name for each in parameters if each.kind < each.VAR_POSITIONAL]
+    return [*names, *[f"args[{arg_index}]" for arg_index in range(len(names), count)]][:count]
 
 
 def groups(rows: int, n: int | None, microbatch_size: int | None) -> list[tuple[int, int]]:

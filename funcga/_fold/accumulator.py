@@ -1,17 +1,64 @@
-"""The accumulator: a fold as pure functions of a state, for code that has a loop of its own."""
+"""The window: what has been folded so far, for a loop that is not one call. `Accumulator` folds
+values into it; `multi_steps` is one, with a gate that ends the window.
+"""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import count
+from typing import Any, NamedTuple
 
 from funcga._backend import Arrays, Backend
 from funcga._backend.dispatch import backend_of
+from funcga._backend.prefixes import PathError, leaf_paths
 from funcga._fold import Tally, check_narrow, check_weight, largest, parts_of
 from funcga._fold.outputs import Outputs, bind_outputs
-from funcga._types import Reduced, Scalar, Tree
+from funcga._types import Array, Reduced, Scalar, Tree
 from funcga.errors import FuncgaError
 from funcga.folds import FoldTree, mean
+
+
+class Parts(NamedTuple):
+    """What a reducer holds of one leaf, where that is several arrays."""
+
+    parts: tuple[Array, ...]
+
+
+class AccumulatorState(NamedTuple):
+    """What has been folded so far, a window: a tree of arrays that passes through jit, scan,
+    checkpoints and torch.save.
+
+    Attributes:
+        accumulated: What the reducers hold, in the structure of the folded value: for every leaf an
+            array of at least 32 bits, or the Parts of its reducer. With observers it is (what they
+            fold, that tree).
+        tally: The total weight and the number of updates. Its `weight` is two float32 scalars whose
+            sum is exact to 48 bits, or one float64 if a leaf is.
+        rejected: In `multi_steps`, how many micro-batches were dropped.
+        part: In `multi_steps(across=)` of torch, whose part of the window it is: int32[2], the
+            replica and how many there are, or zeros for the window of all replicas. Elsewhere it is
+            empty.
+        unit: What the weights in the sums of means are measured in, a power of 16: 1 for total
+            weights from 1 to below 16.
+        like: In `Accumulator`, a 0-d array of the dtype of every leaf of the folded value.
+
+    Example:
+        >>> accumulator = funcga.Accumulator(funcga.mean())
+        >>> state = accumulator.update(accumulator.init(torch.zeros(2)), torch.ones(2), weight=3)
+        >>> state.accumulated, float(state.tally.weight[0])
+        (tensor([3., 3.]), 3.0)
+    """
+
+    accumulated: Tree
+    tally: Tally
+    rejected: Scalar
+    part: Array | tuple[()] = ()
+    unit: Scalar = 1.0  # as in states that have none, from earlier versions
+    like: Tree = ()
+
+
+# -- a window that is open
 
 
 def unit_of(total: Scalar, arrays: Arrays) -> Scalar:
@@ -39,17 +86,18 @@ LEAST_UNIT = 2.0**-124
 
 
 class Accumulation(NamedTuple):
-    """A window that is open: an accumulator for each leaf, and how much has been folded.
+    """A window that is open: the fold of each leaf, its accumulator, and all else of the state.
 
-    `Accumulator` and `multi_steps` open their states as one, and pack it again. Accumulators of
-    means are sums of w / unit * v. `rejected` counts the micro-batches that were dropped.
+    Accumulators of means are sums of w / unit * v. `replicas`: of whose window it is a part.
     """
 
     outputs: Outputs
     accumulators: Sequence[Reduced]
     tally: Tally
     unit: Scalar
-    rejected: Scalar = 0
+    rejected: Scalar
+    like: Tree = ()
+    replicas: Any = None
 
     @property
     def total(self) -> Scalar:
@@ -58,16 +106,28 @@ class Accumulation(NamedTuple):
         first, *rest = map(self.outputs.backend.arrays.scalar, self.tally.weight)
         return sum(rest, first)
 
-    def counted(self, weight: Scalar, donate: bool = False) -> tuple["Accumulation", list[Scalar]]:
-        """The window with one more micro-batch in its tally and in the unit for it; and the weight
-        that each of its leaves is to be lifted with. Raises FuncgaError for a weight that cannot be
-        counted.
+    def packed(self, is_empty: bool = False) -> AccumulatorState:
+        """The window as a state; `is_empty`: nothing is folded."""
+        leaves = [Parts(leaf) if isinstance(leaf, tuple) else leaf for leaf in self.accumulators]
+        backend = self.outputs.backend
+        tree = backend.trees.unflatten(self.outputs.structure, leaves)
+        whole = AccumulatorState(tree, self.tally, self.rejected, (), self.unit, self.like)
+        if self.replicas is None:
+            return whole
+        return backend.states.as_part([whole], self.replicas, is_empty)  # type: ignore[no-any-return]
+
+    def add(
+        self, leaves: Sequence[Array], weight: Scalar = 1, donate: bool = False
+    ) -> "Accumulation":
+        """The window with the leaves of one more value; in its memory if that is donated.
+
+        Raises FuncgaError for a weight that cannot be counted.
         """
-        arrays, before, folds = self.outputs.backend.arrays, self.total, self.outputs.folds
-        is_wide = len(self.tally.weight) == 1  # counted in 64 bits
+        backend, before, folds = self.outputs.backend, self.total, self.outputs.folds
+        arrays, is_wide = backend.arrays, len(self.tally.weight) == 1  # counted in 64 bits
         if type(weight) is not int or weight != 1:
             weight = check_weight(weight, arrays)
-            if any(fold is not None and fold.is_narrow for fold in folds):
+            if not is_wide:
                 check_narrow(weight)
         if isinstance(weight, int | float) and isinstance(before, float):
             # Added on the host if it sees them, as 0-d arrays are slow.
@@ -77,30 +137,48 @@ class Accumulation(NamedTuple):
             one = Tally(arrays.addends(weight, is_wide), 1)
             tally = self.tally.merge(one)
             number, total = one.total, tally.total
-        unit, known = unit_of(total, arrays), arrays.scalar(self.unit)
-        is_same = type(known) is type(unit) is float and known == unit  # the usual case
-        window, share = self if is_same else self.in_unit(unit, donate), number / unit
+        # The sums of an empty window may have no memory yet.
+        steps, unit = arrays.scalar(self.tally.steps), unit_of(total, arrays)
+        donate = donate and isinstance(steps, int) and steps > 0
+        window, known, share = self, arrays.scalar(self.unit), number / unit
+        if not (type(known) is type(unit) is float and known == unit):  # seldom
+            window = self.in_unit(unit, donate)
+            # Sums that were rescaled have memory of their own.
+            pairs = zip(self.accumulators, window.accumulators, strict=True)
+            donate = donate or not any(old is new is not None for old, new in pairs)
         weights = [share if fold is not None and fold.is_mean else weight for fold in folds]
-        return window._replace(tally=tally), weights
+        window = window._replace(tally=tally)
+        added = backend.states.add(window, leaves, weights, donate)
+        return window._replace(accumulators=added)
 
     def in_unit(self, unit: Scalar, donate: bool = False) -> "Accumulation":
         """The window in another unit; in place if `donate`."""
-        backend, largest_limb = self.outputs.backend, self.tally.weight[0]
-        factor, total = backend.arrays.scalar(self.unit) / unit, backend.arrays.scalar(largest_limb)
+        arrays, states = self.outputs.backend.arrays, self.outputs.backend.states
+        factor = arrays.scalar(self.unit) / unit
         if isinstance(factor, float):
-            if factor == 1:
+            if factor == 1:  # the usual case
                 return self
-            unit = backend.arrays.addends(unit, len(self.tally.weight) == 1)[0]
-        accumulators = [*self.accumulators]
-        # A sum of nothing is 0 in every unit.
-        if not isinstance(total, float) or total:
-            folds = enumerate(self.outputs.folds)
-            means = [leaf_index for leaf_index, fold in folds if fold is not None and fold.is_mean]
-            sums = [accumulators[leaf_index] for leaf_index in means]
-            scaled = backend.states.scaled(sums, factor, donate)
-            for leaf_index, accumulator in zip(means, scaled, strict=True):
-                accumulators[leaf_index] = accumulator
-        return self._replace(accumulators=accumulators, unit=unit)
+            unit = arrays.addends(unit, len(self.tally.weight) == 1)[0]
+        weight = self.total
+        if isinstance(weight, float) and not weight:  # a sum of nothing is 0 in every unit
+            return self._replace(unit=unit)
+        pairs = zip(self.outputs.folds, self.accumulators, strict=True)
+        means = [total if fold is not None and fold.is_mean else None for fold, total in pairs]
+        scaled = zip(self.accumulators, states.scaled(means, factor, donate), strict=True)
+        sums = [old if new is None else new for old, new in scaled]
+        return self._replace(accumulators=sums, unit=unit)
+
+    def combined(self, leaf_index: int, other: Reduced) -> Reduced:
+        """The accumulator of a leaf combined with another one. Raises FuncgaError if one would be
+        broadcast.
+        """
+        fold, mine = self.outputs.folds[leaf_index], self.accumulators[leaf_index]
+        if fold is None:
+            return None
+        pairs = zip(parts_of(mine), parts_of(other), strict=True)
+        if fold.axis is None and any(a.shape != b.shape for a, b in pairs):
+            raise self._unfit(leaf_index, largest(other), "output")
+        return fold.combine(mine, other)
 
     def merge(self, other: "Accumulation") -> "Accumulation":
         """The two windows merged; this one first, for folds that keep the order."""
@@ -108,37 +186,27 @@ class Accumulation(NamedTuple):
         merged = self._replace(tally=self.tally.merge(other.tally), rejected=rejected)
         unit = unit_of(merged.total, self.outputs.backend.arrays)
         first, second = self.in_unit(unit), other.in_unit(unit)
-        return merged._replace(accumulators=first.combined(second.accumulators), unit=first.unit)
-
-    def combined(self, others: Sequence[Reduced]) -> list[Reduced]:
-        """The accumulators combined with others. Raises FuncgaError if one would be broadcast."""
-        combined = list[Reduced]()
-        for fold, first, second in zip(self.outputs.folds, self.accumulators, others, strict=True):
-            pairs = zip(parts_of(first), parts_of(second), strict=True)
-            if fold is not None and fold.axis is None and any(a.shape != b.shape for a, b in pairs):
-                describe = self.outputs.backend.arrays.describe
-                raise FuncgaError(
-                    f"{self.outputs.paths()[len(combined)]} is {describe(largest(second))}, and "
-                    f"the state was made for {describe(largest(first))}: the two cannot be "
-                    "combined. Make a state for each shape, or, if it has a row for each example, "
-                    "fold with funcga.concat()."
-                )
-            combined.append(None if fold is None else fold.combine(first, second))
-        return combined
+        if other.outputs.structure != self.outputs.structure:
+            raise FuncgaError(
+                "the two states were made for values of other structures: state = "
+                "accumulator.init(value), of one value for both."
+            )
+        combined = [*map(first.combined, count(), second.accumulators)]
+        return merged._replace(accumulators=combined, unit=first.unit)
 
     def finished(self, donate: bool = False, name: str = "output") -> list[Reduced]:
-        """The normalised leaves; in the memory of the sums if `donate`.
+        """The normalised leaves; in the memory of the sums if that is donated.
 
         Raises FuncgaError, which names the leaf in a tree of this name, if the host sees that a
         result is lost.
         """
-        outputs, total = self.outputs, self.total
+        outputs = self.outputs
         for leaf_index, fold in enumerate(outputs.folds):
             if fold is not None and fold.fold.normalizer.lost is not None:
                 path = lambda leaf_index=leaf_index: outputs.paths(name)[leaf_index]
                 fold.check_known(self.accumulators[leaf_index], self.tally, path)
         # A mean is divided by the weight in the unit of its sum.
-        arrays = outputs.backend.arrays
+        arrays, total = outputs.backend.arrays, self.total
         steps, share = arrays.scalar(self.tally.steps), total / arrays.scalar(self.unit)
         whole, of_mean = Tally((total,), steps), Tally((share,), steps)
         folds = outputs.folds
@@ -154,41 +222,137 @@ class Accumulation(NamedTuple):
             if fold is not None and accumulator is result:
                 backend.states.scaled([result], share if fold.is_mean else total, donate=True)
 
+    # What is given at a call.
 
-def empty(outputs: Outputs, accumulators: Sequence[Reduced]) -> Accumulation:
+    def matched(self, tree: Tree, name: str = "output") -> tuple[Tree, list[Array]]:
+        """An "output", "grads" or "params", and its leaves in the order of their accumulators. In a
+        larger tree of params, such as a whole module, None takes the place of every other leaf.
+
+        Raises FuncgaError, which names the leaf, if the structure, a shape or a kind of dtype is
+        not that of what the state was made for.
+        """
+        outputs, arrays = self.outputs.of_value, self.outputs.backend.arrays
+        leaves, structure = outputs.backend.trees.flatten(tree)
+        if structure != outputs.structure:
+            tree, leaves = self._in_order(tree, name)
+        accumulators = self.accumulators[self.outputs.before :]
+        for leaf_index, (leaf, accumulator) in enumerate(zip(leaves, accumulators, strict=True)):
+            # The usual case: an array of the same type.
+            if type(leaf) is type(accumulator) and (
+                leaf is None
+                or (leaf.shape == accumulator.shape and leaf.dtype == accumulator.dtype)
+            ):
+                continue
+            if isinstance(leaf, int | float | complex):
+                leaf = leaves[leaf_index] = arrays.as_array(leaf)
+            if not self._fits(self.outputs.before + leaf_index, leaf, name == "params"):
+                raise self._unfit(self.outputs.before + leaf_index, leaf, name)
+        return tree, leaves
+
+    def _fits(self, leaf_index: int, leaf: Any, is_param: bool) -> bool:
+        """Whether a leaf belongs to an accumulator."""
+        fold, arrays = self.outputs.folds[leaf_index], self.outputs.backend.arrays
+        if fold is None or not arrays.is_array(leaf):
+            return is_param and fold is None
+        # Where a value is not added as it is, what becomes of it is compared.
+        kinds = [arrays.kind(dtype) for dtype in (leaf.dtype, self.outputs.dtypes[leaf_index])]
+        held = parts_of(self.accumulators[leaf_index])
+        has_shape = any(part.shape == leaf.shape for part in held)
+        return has_shape if is_param else kinds[0] == kinds[1] and (has_shape or not fold.adds)
+
+    def _in_order(self, tree: Tree, name: str) -> tuple[Tree, list[Any]]:
+        """A tree and its leaves in the order of their accumulators."""
+        outputs, trees = self.outputs.of_value, self.outputs.backend.trees
+        if name == "params":
+            leaves, structure = trees.flatten(tree)
+            paths, trained = leaf_paths(tree, trees, name), {*outputs.paths(name)}
+            pairs = zip(paths, leaves, strict=True)
+            kept = [leaf if path in trained else None for path, leaf in pairs]
+            tree = trees.unflatten(structure, kept)
+        try:
+            return tree, outputs.in_order(tree, name)
+        except PathError as error:
+            raise FuncgaError(
+                f"the {name} have another structure than the state was made for: {error}. Give all "
+                "of these at every call, zeros where there is nothing to add; or make a state for "
+                "what there is, with init."
+            ) from None
+
+    def _unfit(self, leaf_index: int, leaf: Any, name: str) -> FuncgaError:
+        describe, accumulator = self.outputs.backend.arrays.describe, self.accumulators[leaf_index]
+        return FuncgaError(
+            f"{self.outputs.paths(name)[leaf_index]} is {describe(leaf)}, and the state was made "
+            f"for {describe(largest(accumulator))}: the two cannot be combined. Make a state for "
+            "each shape, with init; or, of a row for each example, fold with funcga.concat()."
+        )
+
+
+def empty(outputs: Outputs, accumulators: Sequence[Reduced], replicas: Any = None) -> Accumulation:
     """The empty window of these accumulators."""
     arrays = outputs.backend.arrays
     # Weights are counted in 64 bits only if some sums are.
     is_wide = any(fold is not None and fold.is_wide for fold in outputs.folds)
     # Each number is an array of its own, as one buffer cannot be donated twice.
-    zero, unit = arrays.addends(0, is_wide), arrays.addends(1, is_wide)[0]
+    weight, unit = arrays.addends(0, is_wide), arrays.addends(1, is_wide)[0]
     steps, rejected = (arrays.cast(0, arrays.xp.int32) for _ in range(2))
-    return Accumulation(outputs, accumulators, Tally(zero, steps), unit, rejected)
+    tally = Tally(weight, steps)
+    return Accumulation(outputs, accumulators, tally, unit, rejected, replicas=replicas)
 
 
-class AccumulatorState(NamedTuple):
-    """What has been folded so far: a tree of arrays that passes through jit, scan, checkpoints and
-    torch.save.
+class Folding:
+    """A fold of values, or of gradients, which are named by their "params"."""
 
-    Attributes:
-        leaves: For every leaf of the folded value, in order, what its reducer holds: an array or a
-            tuple of arrays.
-        like: A 0-d array of the leaf's dtype for every leaf, in the structure of the folded value.
-        tally: The total weight and the number of updates.
-        unit: What the weights in the sums of means are measured in, a power of 16: 1 for total
-            weights from 1 to below 16.
+    # A tool that folds more beside gradients says how many leaves stand before theirs. It also has
+    # `folded` and `reported`, which make these leaves, and what a state says of them.
+    before = 0
+    folded: Callable[..., list[Array]]
+    reported: Callable[..., Callable[[Scalar, Tree], Tree]]
 
-    Example:
-        >>> accumulator = funcga.Accumulator(funcga.mean())
-        >>> state = accumulator.update(accumulator.init(torch.zeros(2)), torch.ones(2), weight=3)
-        >>> state.leaves, float(state.tally.weight[0])
-        ((tensor([3., 3.]),), 3.0)
-    """
+    def __init__(self, fold: FoldTree, name: str = "output"):
+        self.fold, self.name = fold, name
+        # Set by `opened`, for the next call: the types of the accumulators, and their Outputs.
+        self.last: tuple[list[object], Outputs] | None = None
 
-    leaves: tuple[Reduced, ...]
-    like: Tree
-    tally: Tally
-    unit: Scalar = 1.0  # as in states that have none, from earlier versions
+    def __reduce__(self) -> Any:
+        """Pickled without what was cached."""
+        return type(self), (self.fold, self.name)
+
+    def empty(self, like: Tree, backend: Backend) -> tuple[Accumulation, Tree]:
+        """The empty window for values like this one, and what a state of `multi_steps` has as
+        `observed` before the first update.
+        """
+        outputs, leaves = self.bind(like, backend)
+        return empty(outputs, outputs.identities(leaves)), ()
+
+    def opened(self, state: AccumulatorState, backend: Backend) -> Accumulation:
+        """The window of a state."""
+        tree, tally, rejected, _, unit, like = state
+        leaves, structure = backend.trees.flatten(tree, lambda node: type(node) is Parts)
+        accumulators = [leaf.parts if type(leaf) is Parts else leaf for leaf in leaves]
+        likes: list[Array] = [
+            largest(leaf) if type(leaf) is tuple else leaf for leaf in accumulators
+        ]
+        marked = type(like) is not tuple or len(like) > 0
+        if marked:
+            likes = backend.trees.flatten(like)[0]
+        types = [None if each is None else (each.dtype, each.shape) for each in likes]
+        key, last = [backend, structure, *types], self.last
+        if last is None or last[0] != key:
+            last = key, self.bind(backend.trees.unflatten(structure, likes), backend, not marked)[0]
+            self.last = last
+        return Accumulation(last[1], accumulators, tally, unit, rejected, like)
+
+    def bind(
+        self, value: Tree, backend: Backend, shaped: bool = True
+    ) -> tuple[Outputs, list[Array]]:
+        """The Outputs for values like this one, and its leaves. FuncgaError for folds that do not
+        fit.
+        """
+        outputs, leaves = bind_outputs(self.fold, value, backend, shaped=shaped, name=self.name)
+        return replace(outputs, before=self.before), leaves
+
+
+# -- the accumulator
 
 
 @dataclass(frozen=True)
@@ -213,6 +377,10 @@ class Accumulator:
 
     fold: FoldTree = field(default_factory=mean)
 
+    @cached_property
+    def _folding(self) -> Folding:
+        return Folding(self.fold)
+
     def init(self, like: Tree) -> AccumulatorState:
         """The state of nothing folded.
 
@@ -229,13 +397,11 @@ class Accumulator:
             >>> state = accumulator.init({"w": torch.zeros(2)})  # gradients are like the parameters
         """
         backend = backend_of([like], lambda: ["like"])
-        outputs, leaves = bind_outputs(self.fold, like, backend)
-        # Dtypes and structure are kept as 0-d arrays: unlike a dtype, an array passes through
-        # jit.
-        cast = backend.arrays.cast
-        dtype_marks = [None if dtype is None else cast(0, dtype) for dtype in outputs.dtypes]
-        window = empty(outputs, outputs.identities(leaves))
-        return _state_of(window, outputs.structure_of(dtype_marks))
+        window, _ = self._folding.empty(like, backend)
+        # Dtypes are kept as 0-d arrays: unlike a dtype, an array passes through jit.
+        cast, dtypes = backend.arrays.cast, window.outputs.dtypes
+        dtype_marks = [None if dtype is None else cast(0, dtype) for dtype in dtypes]
+        return window._replace(like=window.outputs.structure_of(dtype_marks)).packed()
 
     def update(self, state: AccumulatorState, value: Tree, weight: Scalar = 1) -> AccumulatorState:
         """The state with one more value.
@@ -246,26 +412,22 @@ class Accumulator:
 
         Args:
             state: What `init`, `update` or `merge` returned. It is not changed.
-            value: Arrays in the structure, shapes and dtypes that the state was made for.
+            value: Arrays in the structure and shapes that the state was made for, and of the same
+                kind of dtype.
             weight: The weight of the value, a number or a 0-d array >= 0.
 
         Returns:
             The state of all that has been folded.
 
         Raises:
-            FuncgaError: The value has another structure, shape or dtype, or the weight is negative.
+            FuncgaError: The value has another structure, shape or kind of dtype, or the weight is
+                negative.
 
         Example:
             >>> state = accumulator.update(state, {"w": torch.ones(2)}, weight=3)
         """
-        window = self._window_of(state, backend_of([state, value], lambda: ["state", "value"]))
-        outputs, leaves = window.outputs, window.outputs.leaves(value, "this update")
-        window, weights = window.counted(weight)
-        # Bit for bit a merge with the window of this value alone.
-        leaves = outputs.backend.states.detached(leaves)
-        triples = zip(outputs.folds, leaves, weights, strict=True)
-        lifted = [None if fold is None else fold.lift(*pair) for fold, *pair in triples]
-        return _state_of(window._replace(accumulators=window.combined(lifted)), state.like)
+        window = self._opened(state)
+        return window.add(window.matched(value)[1], weight).packed()
 
     def merge(self, a: AccumulatorState, b: AccumulatorState) -> AccumulatorState:
         """The state of what two states have folded: two halves of a window, or two replicas.
@@ -278,15 +440,12 @@ class Accumulator:
             The state of both.
 
         Raises:
-            FuncgaError: The states were made for different values.
+            FuncgaError: The states were made for values of other structures or shapes.
 
         Example:
             >>> both = accumulator.merge(state, state)
         """
-        window = self._window_of(a, backend_of([a, b], lambda: ["a", "b"]))
-        window.outputs.leaves(b.like, "the second state")
-        second = window._replace(accumulators=b.leaves, tally=b.tally, unit=b.unit)
-        return _state_of(window.merge(second), a.like)
+        return self._opened(a).merge(self._opened(b)).packed()
 
     def finalize(self, state: AccumulatorState) -> Tree:
         """The result of the fold.
@@ -302,18 +461,8 @@ class Accumulator:
             >>> accumulator.finalize(state)
             {'w': tensor([1., 1.])}
         """
-        window = self._window_of(state, backend_of([state], lambda: ["state"]))
+        window = self._opened(state)
         return window.outputs.structure_of(window.finished())
 
-    def _window_of(self, state: AccumulatorState, backend: Backend) -> Accumulation:
-        if not isinstance(state, AccumulatorState):
-            raise FuncgaError(
-                f"the state is of type {type(state).__name__}. Start with state = "
-                "accumulator.init(like) and pass on what update and merge return."
-            )
-        outputs, _ = bind_outputs(self.fold, state.like, backend, shaped=False)
-        return Accumulation(outputs, state.leaves, state.tally, state.unit)
-
-
-def _state_of(window: Accumulation, like: Tree) -> AccumulatorState:
-    return AccumulatorState(tuple(window.accumulators), like, window.tally, window.unit)
+    def _opened(self, state: AccumulatorState) -> Accumulation:
+        return self._folding.opened(state, backend_of([state.tally.steps], lambda: ["state"]))

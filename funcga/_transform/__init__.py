@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 from funcga._backend import Optimizers
 from funcga._backend.dispatch import load_imported
 from funcga._types import Tree
-from funcga.errors import FuncgaError
 
 
 class Transform(NamedTuple):
@@ -66,21 +65,9 @@ class DonatingTransform(Transform):
         return self.update.donated  # type: ignore[attr-defined, no-any-return]
 
 
-def read_transform(tx: Any, name: str = "tx") -> Transform:
-    """The transform for any object with init and update, or a pair of functions.
-
-    Raises FuncgaError for anything else.
-    """
-    if not hasattr(tx, "init") and type(tx) is tuple and len(tx) == 2 and all(map(callable, tx)):
-        return Transform(*tx)
-    functions = [getattr(tx, function, None) for function in ("init", "update")]
-    if isinstance(tx, type) or not all(map(callable, functions)):
-        raise FuncgaError(
-            f"{name} is {tx!r}, which has no functions init and update. Pass a transform, such as "
-            "optax.adamw(1e-3) or torch_backend.from_optimizer(torch.optim.AdamW, lr=1e-3), or a "
-            "pair (init, update)."
-        )
-    return tx  # type: ignore[no-any-return]
+def read_transform(tx: Any) -> Transform:
+    """The transform for any object with init and update, or a pair of functions."""
+    return Transform(*tx) if type(tx) is tuple else tx
 
 
 def wrapped_transform(tx: Any) -> Transform:

@@ -84,9 +84,10 @@ def apply(
         donate: In torch, give away params, grads and state: the step runs in place, as that of an
             optimizer of torch, and nothing is copied. What comes back lies in the memory of params
             and state; do not use these again. A `multi_steps(..., donate=True)` takes state and
-            grads in any case, and params only with donate=True here. In JAX give them away where
-            you compile the step, and return them in the order of the arguments: jax.jit(step,
-            donate_argnums=(0, 1)) of step(params, state, batch) -> (params, state, loss).
+            grads in any case, and params only with donate=True here. In JAX it does nothing: give
+            them away where you compile the step, and return them in the order of the arguments:
+            jax.jit(step, donate_argnums=(0, 1)) of step(params, state, batch) -> (params, state,
+            loss).
         **extra: Further arguments of tx.update, such as the `weight` of a micro-batch for
             `multi_steps`.
 
@@ -95,7 +96,7 @@ def apply(
             new state.
 
     Raises:
-        FuncgaError: params is None, donate=True is asked for in JAX, or tx.update raises it.
+        FuncgaError: params is None, or tx.update raises it.
 
     Example:
         >>> params, grads = {"w": torch.ones(2)}, {"w": torch.ones(2)}
@@ -109,8 +110,6 @@ def apply(
             "params are None, and apply returns what becomes of them: params, state = "
             "funcga.transforms.apply(tx, grads, state, params)."
         )
-    if donate:
-        check_donates(backend_of([params, grads], lambda: ["params", "grads"]))
     is_known = isinstance(getattr(tx, "update", None), UpdateFunction)
     read = tx if is_known else wrapped_transform(tx)
     return updated(read, donate, donate, grads, state, params, extra)
@@ -187,12 +186,3 @@ class Step(NamedTuple):
         emit = lambda carried, given: ((), run(carried[1], carried[0], given))
         _, (after, state), ran = when(predicate, emit, (params, state), given, ())
         return after, state, ran
-
-
-def check_donates(backend: Backend) -> None:
-    """Raises FuncgaError if calls of this framework cannot donate."""
-    if not backend.donates:
-        raise FuncgaError(
-            "donate=True is for torch. In JAX give the state away where you compile the step: "
-            "jax.jit(step, donate_argnums=...)."
-        )

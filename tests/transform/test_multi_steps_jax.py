@@ -270,5 +270,5 @@ def test_update_is_one_loop_of_at_most_one_turn_and_no_branch():
 def test_lookahead_is_outside():
     params = optax.LookaheadParams.init_synced({"w": jnp.ones(3)})
     inside = multi_steps(optax.lookahead(optax.sgd(0.1), 3, 0.5), 2)
-    with pytest.raises(funcga.FuncgaError, match="another structure than the params"):
+    with pytest.raises(funcga.FuncgaError, match="another structure than the state"):
         inside.update({"w": jnp.ones(3)}, inside.init(params), params)

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from funcga._backend import Backend
 from funcga._backend.prefixes import leaf_paths
 from funcga._call.arguments import argument_names
 from funcga._grad import GradientFunction
@@ -41,13 +40,8 @@ class Leaves(NamedTuple):
     originals: list[Any]
 
 
-def copied_leaves(
-    originals: Sequence[Any], tree: Tree, index: int, gradient: GradientFunction, backend: Backend
-) -> list[torch.Tensor]:
-    """Copies that can be differentiated, of numbers and of tensors made in inference mode. Raises
-    FuncgaError for anything that has no gradient.
-    """
-    gradient.check_leaves(tree, index, backend)
+def copied_leaves(originals: Sequence[Any]) -> list[torch.Tensor]:
+    """Copies that can be differentiated, of numbers and of tensors made in inference mode."""
     return [arrays.as_array(o).detach().clone().requires_grad_() for o in originals]
 
 

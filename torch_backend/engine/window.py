@@ -30,8 +30,7 @@ from torch_backend import _private, arrays, graphs, trees
 from torch_backend.arrays import recording, recording_loss
 from torch_backend.engine import bound
 from torch_backend.engine.guards import EVERY, ON, functions, recompute, unchanged
-from torch_backend.engine.guards.aside import gradients_aside
-from torch_backend.engine.guards.watched import grads_watched
+from torch_backend.engine.guards.grads import gradients_aside, grads_watched
 from torch_backend.engine.leaves import (
     OWN,
     Leaves,
@@ -82,7 +81,7 @@ class Window(ExitStack):
     writes = 0  # set after each pass: how much has been added to the `.grad`s
     begun = False  # whether each of the inputs has its sum as its `.grad`
     unreached = False  # whether a loss reached no leaf, though it should have
-    observing: Any = None  # set by `folding_of`, with the first loss: the tool's Observing
+    watching: Any = None  # set by `folding_of`, with the first loss: what measures the gradients
 
     def __init__(
         self,
@@ -144,8 +143,7 @@ class Window(ExitStack):
 
     def leaves_of(self, indices: Sequence[int], args: Sequence[Tree]) -> Leaves:
         """Leaves of the arguments of these indices, which share their memory; None stays None. A
-        module's own parameters are leaves themselves. Raises FuncgaError for what cannot be
-        differentiated.
+        module's own parameters are leaves themselves.
         """
         if self.own is not None:
             params: list[torch.Tensor] = [*self.own.params.values()]
@@ -158,8 +156,8 @@ class Window(ExitStack):
             try:
                 leaves = [original.detach().requires_grad_() for original in present]
             except (RuntimeError, AttributeError, ValueError):
-                # Numbers, integers, or tensors that were made in inference mode.
-                leaves = copied_leaves(present, tree, index, self.gradient, self.backend)
+                # Numbers, or tensors that were made in inference mode.
+                leaves = copied_leaves(present)
             each = iter(leaves)
             spread = [None if original is None else next(each) for original in originals]
             found.trees[index] = trees.unflatten(structure, spread)
@@ -233,8 +231,8 @@ class Window(ExitStack):
             sums.add_loss(loss.detach(), folding.loss_alone, weight, share)
             return
         values = self._rest(loss.detach(), aux, moving)
-        if self.observing is not None:
-            values.update(self.observing.measures(values, weight, seed))
+        if self.watching is not None:
+            values.update(self.watching.measures(values, weight, seed))
         sums.add(values, weight)
 
     def _add_gradients(
@@ -431,8 +429,8 @@ class Window(ExitStack):
         inputs = self.inputs
         if not all(map(_REQUIRES_GRAD, inputs)):
             raise switched_off()
-        if self.observing is not None:
-            self.observing.end()
+        if self.watching is not None:
+            self.watching.end()
         is_changed = [*map(_private.version, inputs)] != self.versions
         if ON and (is_changed or self.own is not None or self.visits is not None):
             unchanged.check(self)

@@ -23,22 +23,21 @@ from torch.utils.hooks import RemovableHandle
 from funcga._backend import Backend
 from funcga._call import Program
 from funcga._call.arguments import Arguments
-from funcga._tools import load
-from funcga._types import Across, Array, GradFn, Scalar, Tree
+from funcga._types import Across, Array, Scalar, Tree
 from funcga.errors import FuncgaError
 from funcga.folds import mean
 from torch_backend import _private, arrays, trees
 from torch_backend.dtensor import local_tensors
 from torch_backend.engine.alone import value_of
 from torch_backend.engine.distributed import with_a_blank_row
-from torch_backend.engine.guards.aside import gradients_aside
+from torch_backend.engine.guards.grads import gradients_aside
 from torch_backend.engine.leaves import OWN
 from torch_backend.engine.window import Window
 from torch_backend.modules.layers import buffers_of, put_back
 from torch_backend.reduce import Reduction
 from torch_backend.reduce.header import nothing_to_fold
 from torch_backend.reduce.telling import telling
-from torch_backend.replicas import InTurn, explained, replicas_of
+from torch_backend.replicas import explained
 from torch_backend.sums import Sums
 from torch_backend.wrapped.ddp import Wrapper
 from torch_backend.wrapped.gradient import ModuleGradient, rows_in
@@ -84,22 +83,8 @@ class WrappedGradient(ModuleGradient):
 
     def reductions(self, program: Program) -> list[Reduction]:
         """What merges a window over the replicas, one after the other."""
-        across = self.merged_over(program.across)
-        several = across if isinstance(across, InTurn) else [replicas_of(across)] if across else []
-        return [Reduction(program.memory, replicas) for replicas in several]
-
-    def check_counted(self, grad_fn: GradFn) -> None:
-        """Raises FuncgaError for a function around it, which is called for each micro-batch
-        alone.
-        """
-        if grad_fn is not self:
-            raise FuncgaError(
-                "totals= was given, and grad_fn is a function around module_value_and_grad, or "
-                "pipeline_value_and_grad: called by itself, that averages every micro-batch over "
-                f"the replicas of {self.wrapper.name}, where a sum is asked for. Pass the gradient "
-                "function itself, accumulate(gradient, n, totals=totals), and keyword arguments to "
-                "the step."
-            )
+        in_turn = self.wrapper.replicas(program.across)
+        return [Reduction(program.memory, replicas) for replicas in in_turn]
 
 
 class ModuleWindow(Window):
@@ -130,7 +115,7 @@ class ModuleWindow(Window):
         self.gradient.reached.add(True)  # `backward` asks it of each loss
         # Whether what is beside the gradients is added after the backward pass, which tells what
         # that is.
-        self.adds_late = program.dropping is not None or program.observers is not None
+        self.adds_late = program.skip is not None or program.watch is not None
         self.is_stream = not (program.n or program.microbatch_size)
         # Whether every pass reduces, for which it has to see each gradient.
         self.meets = self.wrapper.meets_in_every_pass
@@ -148,7 +133,7 @@ class ModuleWindow(Window):
             self.waiting = stack.enter_context(ExitStack())
             if self.wrapper.sync != "every":
                 self.waiting.enter_context(self.wrapper.waiting())
-            if self.program.dropping is not None:
+            if self.program.skip is not None:
                 self.statistics_before = buffers_of(self.module)
             self.push(stack.pop_all())
         return self
@@ -173,11 +158,11 @@ class ModuleWindow(Window):
         """Makes room for the output, with the first loss. Raises FuncgaError for what cannot be
         folded.
         """
-        known, dropping = self.plan.folding, self.program.dropping
+        known, skip = self.plan.folding, self.program.skip
         sums = super()._bind(loss, aux, moving)
         folding = sums.folding
-        if dropping is not None:
-            sums = load("dropping.in_torch", "drop=").DroppingSums(dropping, folding)
+        if skip is not None:
+            sums = skip.in_torch.SkippingSums(skip, folding)
         folds: list[Any] = [folding.outputs.folds[index] for index in folding.grads]
         if folding is not known:
             self._check(folds)
@@ -380,8 +365,8 @@ class ModuleWindow(Window):
                 loss, aux, objective = self.forward(args, named, scale)
                 self.sums = self.sums or self._bind(loss.detach(), aux, ())
                 self.backward(objective, 0.0)
-            if self.observing is not None:
-                self.observing.forget()
+            if self.watching is not None:
+                self.watching.forget()
             put_back(before)
 
     def result_without_microbatches(
@@ -392,7 +377,15 @@ class ModuleWindow(Window):
         It runs the passes that the others wait for, over a row of zeros: many modules cannot run on
         an empty batch.
         """
-        check_no_stream(self.program)
+        if self.is_stream:  # there are no arguments to make a row of zeros of
+            raise FuncgaError(
+                "there is no micro-batch on this replica, and grad_fn is that of a wrapped module "
+                "or of a pipeline, which the processes run together: without a micro-batch there "
+                "is nothing to run it on. Give every replica a micro-batch, one of weight 0 if "
+                "need be, or let funcga reduce, for which a replica may have none: "
+                "stream(funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn)), "
+                "across=group), with the module that was wrapped."
+            )
         self.arguments = arguments = with_a_blank_row(arguments)
         with self.passes():
             self._fill_up(arguments.cut(0, 1, state), kwargs)
@@ -421,31 +414,16 @@ class ModuleWindow(Window):
         replica.
         """
         sums: Any = self.sums
-        is_dropping = self.program.dropping is not None
+        may_skip = self.program.skip is not None
         with torch.no_grad():
             self.take_gradients()
-            if is_dropping:
+            if may_skip:
                 sums.look_at(local_tensors([sums.of[index] for index in sums.folding.grads]))
             # The wrapper has merged the gradients already.
             for merge in self.merges:
                 merge.merge()
-            if is_dropping:
-                sums.put_back_if_dropped(self.statistics_before)
+            if may_skip:
+                sums.put_back_if_rejected(self.statistics_before)
             elif not sums.steps:
                 raise nothing_to_fold()
             return sums.result()
-
-
-def check_no_stream(program: Program) -> None:
-    """Raises FuncgaError for a stream without a micro-batch: there are no arguments to make a
-    row of zeros of.
-    """
-    if program.n is None and program.microbatch_size is None:
-        raise FuncgaError(
-            "there is no micro-batch on this replica, and grad_fn is that of a wrapped module or "
-            "of a pipeline, which the processes run together: without a micro-batch there is "
-            "nothing to run it on. Give every replica a micro-batch, one of weight 0 if need be, "
-            "or let funcga reduce, for which a replica may have none: "
-            "stream(funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn)), "
-            "across=group), with the module that was wrapped."
-        )

@@ -1,7 +1,7 @@
 """The two passes of a loss that needs the whole batch, in one program."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -45,10 +45,6 @@ class _Step:
         arguments = job.program.read(args, backend)
         arg_indices = job.arg_indices(arguments)
         params = [args[arg_index] for arg_index in arg_indices]
-        # With the names of its arguments, for errors.
-        of_summary = replace(job.gradient, loss_fn=job.program.grad_fn)
-        for arg_index, param in zip(arg_indices, params, strict=True):
-            of_summary.check_leaves(param, arg_index, backend)
         if checks := trees.nnx():
             checks.check_trained(params)
         rows = arguments.rows()

@@ -1,14 +1,12 @@
 """`multi_steps(observe=)`: a window folds the measures of its gradients beside them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from funcga._backend import Backend
-from funcga._call import Memory
-from funcga._fold.accumulator import Accumulation
+from funcga._fold.accumulator import Accumulation, Folding
 from funcga._fold.outputs import Outputs
 from funcga._tools import load
-from funcga._transform.window import Folding
 from funcga._types import Array, Scalar, Tree
 from funcga.errors import FuncgaError
 from funcga.folds import FoldTree
@@ -18,9 +16,9 @@ from funcga.tools.observe.readings import Observers, Readings
 class ObservedFolding(Folding):
     """The fold of (the measures of gradients, gradients)."""
 
-    readings: Readings  # set by `_bind`, of gradients like those of the last call
+    readings: Readings  # set by `bind`, of gradients like those of the last call
 
-    def __init__(self, fold: FoldTree, memory: Memory, observe: Tree, scales: bool):
+    def __init__(self, fold: FoldTree, observe: Tree, scales: bool):
         self.observers, self.of_gradients = Observers(observe), fold
         self.scales = scales  # whether gradients come with the scale of a loss_scaled
         if any(each.reducer.monoid.axis is not None for each in self.observers.folds):
@@ -30,24 +28,20 @@ class ObservedFolding(Folding):
                 "dropped it counts anyway: read state.dropped. Observe what is summed, as "
                 "gradient_noise() does; or fold the window in one call, by funcga.accumulate."
             )
-        # Replicas have to observe alike.
-        observed = [f"an Observer of ({each.name})" for each in self.observers.folds[1:]]
-        memory.options = {**memory.options, "observe=": ", ".join(observed)}
-        super().__init__((self.observers.folds, fold), memory)
+        super().__init__((self.observers.folds, fold), "params")
         self.before = len(self.observers.folds)
+        self.options = {"observe=": self.observers.name}  # replicas have to observe alike
 
     def __reduce__(self) -> Any:
         """Pickled without what was cached."""
-        memory = Memory(self.memory.step, self.memory.options)
-        return type(self), (self.of_gradients, memory, self.observers.tree, self.scales)
+        return type(self), (self.of_gradients, self.observers.tree, self.scales)
 
     def empty(self, params: Tree, backend: Backend) -> tuple[Accumulation, Tree]:
         """The empty window for gradients like these params, and what a state has as `observed`
         before the first update: NaN, in the structure and dtypes of later observations.
         """
-        arrays = backend.arrays
-        leaves = filter(arrays.is_array, backend.trees.flatten(params)[0])
-        like = next(leaves, arrays.as_array(0.0))
+        arrays, leaves = backend.arrays, backend.trees.flatten(params)[0]
+        like = next(filter(arrays.is_array, leaves), arrays.as_array(0.0))
         value = self._readings(params, backend).placeholders(like), params
         window, _ = super().empty(value, backend)
         observe = lambda: self.readings.observation(*window.outputs.structure_of(window.finished()))
@@ -79,12 +73,12 @@ class ObservedFolding(Folding):
 
         return chosen
 
-    def _bind(self, key: list[Any], likes: Sequence[Array]) -> Outputs:
-        """The Outputs of a window with accumulators like these, kept for the next call."""
-        backend, structure, *_ = key
-        value = backend.trees.unflatten(structure, [*likes])
+    def bind(
+        self, value: Tree, backend: Backend, shaped: bool = True
+    ) -> tuple[Outputs, list[Array]]:
+        """The Outputs for values like this one, and its leaves."""
         self.readings = self._readings(value[1], backend)
-        return super()._bind(key, likes)
+        return super().bind(value, backend, shaped)
 
     def _readings(self, grads: Tree, backend: Backend) -> Readings:
         """How gradients like these are observed."""

@@ -46,7 +46,7 @@ def chain(*transforms: object) -> DonatingTransform:
         {'w': tensor([-0.6000, -0.8000])}
     """
     # Pairs of functions become transforms. What is wrong with a link is said with its position.
-    links = [read_transform(tx, f"transforms[{index}]") for index, tx in enumerate(transforms)]
+    links = [*map(read_transform, transforms)]
     for index, link in enumerate(links[1:], 1):
         if traits_of(link).scales:
             raise FuncgaError(

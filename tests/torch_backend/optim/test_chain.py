@@ -114,12 +114,8 @@ def test_extra_arguments_go_to_those_that_know_them():
 
 def test_what_is_no_chain():
     clip = clip_grad_norm(1.0)
-    check_refused(
-        "transforms[1] is <class 'torch.optim.adamw.AdamW'>, which has no functions init and update.",
-        chain,
-        clip,
-        optim.AdamW,
-    )
+    with pytest.raises(AttributeError, match="'AdamW' has no attribute 'update'"):
+        chain(clip, optim.AdamW)
     with pytest.raises(ValueError, match="zip"):
         chain(clip).update([torch.ones(1)], (), None)
 
