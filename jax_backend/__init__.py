@@ -6,17 +6,16 @@ from typing import TYPE_CHECKING
 from funcga._backend import Backend
 from jax_backend import (
     arrays,
-    gradients,
     loop,
     replicas,
     states,
     transforms,
     trees,
 )
-from jax_backend.gradients import apply_updates as apply_updates
 from jax_backend.replicas import Replicas as Replicas
 from jax_backend.replicated import replicated as replicated
 from jax_backend.states import state_specs as state_specs
+from jax_backend.transforms import apply_updates as apply_updates
 
 # The tools load when they are first used, and each of these packages can be taken away.
 if TYPE_CHECKING:
@@ -59,10 +58,10 @@ BACKEND = Backend(
     "jax",
     trees,
     arrays,
-    gradients,
+    transforms,
     loop,
     replicas,
     states,
     transforms,
-    optimizers=gradients,
+    optimizers=transforms,
 )

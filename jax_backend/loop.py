@@ -30,11 +30,10 @@ from funcga._types import GradFn, Reduced, Scalar, Tree
 from funcga.errors import FuncgaError
 from jax_backend import arrays, sharding, trees
 from jax_backend._private import is_tracing
-from jax_backend.compiled import Compiled, inlined
 from jax_backend.merge import Folded, merge
 from jax_backend.replicas import Replicas, merging_over, varying
 from jax_backend.sharding import Spread
-from jax_backend.trees import Static, partition, split
+from jax_backend.trees import Compiled, Static, inlined, partition, split
 
 if TYPE_CHECKING:
     from jax.core import ShapedArray

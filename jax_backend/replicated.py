@@ -19,7 +19,6 @@ from funcga.errors import FuncgaError
 from jax_backend import arrays, trees
 from jax_backend._private import is_traced, is_tracing
 from jax_backend.arrays import axis_names
-from jax_backend.compiled import Compiled
 from jax_backend.replicas import listed, requiring_across, spelled
 
 Axes: TypeAlias = str | tuple[str, ...]
@@ -112,7 +111,7 @@ def replicated(
         ]
         return _explained(mapped, placed, names)
 
-    run = Compiled(partial(on_each, lambda args, kwargs: step(*args, **kwargs)))
+    run = trees.Compiled(partial(on_each, lambda args, kwargs: step(*args, **kwargs)))
 
     def everywhere(*args: Tree, **kwargs: Tree) -> Tree:
         """The result of step on every device along the axis, each with its own rows."""

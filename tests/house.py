@@ -40,7 +40,7 @@ TOOLS = {
     "reproducible": (("funcga/tools/reproducible/",), ()),
     "windows by weight": (("funcga/tools/window_size/",), ()),
     "loss scale": (("funcga/tools/loss_scale/",), ("finite numbers",)),
-    "objects of nnx": (("funcga/tools/nnx/",), ()),
+    "objects of nnx": (("funcga/tools/nnx_in_jax.py",), ()),
     "example keys": (("funcga/tools/example_keys/",), ()),
     "fused gradients": (("funcga/tools/fused/",), ()),
     "FSDP1": (("funcga/tools/fsdp1/",), ()),

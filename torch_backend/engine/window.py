@@ -30,8 +30,7 @@ from torch_backend import _private, arrays, graphs, trees
 from torch_backend.arrays import recording, recording_loss
 from torch_backend.engine import bound
 from torch_backend.engine.guards import EVERY, ON, functions, recompute, unchanged
-from torch_backend.engine.guards.aside import gradients_aside
-from torch_backend.engine.guards.watched import grads_watched
+from torch_backend.engine.guards.grads import gradients_aside, grads_watched
 from torch_backend.engine.leaves import (
     OWN,
     Leaves,

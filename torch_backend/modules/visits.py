@@ -50,7 +50,8 @@ class PureLoss:
             with Visit(self, params) as loss:
                 return loss(*args, **kwargs)
         # The same as torch.compile knows it, also in a loop.
-        module, threaded = self.module, dict[str, Any]()
+        module = self.module
+        threaded: dict[str, Any] = {}  # annotated: torch.compile cannot trace dict[...]()
         replaced(params, dict(module.named_parameters(remove_duplicate=False)), "parameters")
         if self.buffers:
             threaded, *args = args  # type: ignore[assignment]
@@ -173,7 +174,7 @@ def replaced(given: Tensors, own: Tensors, what: str) -> dict[int, torch.Tensor]
     for names and shapes that the module does not have, for gradients of frozen parameters, and
     where hooks would not be called. `what`: "parameters" or "buffers".
     """
-    by_id: dict[int, torch.Tensor] = {}  # annotated: torch.compile cannot trace dict[...]()
+    by_id: dict[int, torch.Tensor] = {}
     # If none is trained, the module is a mere frame for parameters from elsewhere.
     is_frame = not any(tensor.requires_grad for tensor in own.values())
     transformed = _private.transforms() > 0
@@ -196,9 +197,9 @@ def replaced(given: Tensors, own: Tensors, what: str) -> dict[int, torch.Tensor]
             continue
         if isinstance(original, nn.Parameter) and not (original.requires_grad or is_frame):
             raise frozen(name)
+        has_hooks = transformed and _private.hooks_of(original) and not _private.hooks_of(tensor)
         # What was computed from a parameter, as in meta-learning, has no use for its hooks.
-        is_computed = not tensor.is_leaf or _private.hooks_of(tensor)
-        if transformed and _private.hooks_of(original) and not is_computed:
+        if has_hooks and tensor.is_leaf:
             raise FuncgaError(
                 f"`{name}` has a hook of register_hook, which a transform of torch.func does not "
                 "call. Take the gradient with funcga.grad or funcga.value_and_grad, which do; or "

@@ -84,8 +84,10 @@ class Wrapper:
 
     def replicas(self, across: Across) -> InTurn:
         """What a window is merged over, the inner group first. Raises FuncgaError if `across=`
-        names anything else.
+        names anything else than what wraps the module.
         """
+        if not self.wrapped:
+            return InTurn([] if across is None else [replicas_of(across)])
         if across is not None:
             named = replicas_of(across).ranks
             # On a mesh of two dimensions a process sees its own row and its own column.
@@ -177,23 +179,13 @@ class DDP(Wrapper):
         }
 
     def check(self) -> None:
-        """Refuses static_graph, which fails in torch when a pass waits, and mixed_precision,
-        which sums in 16 bits.
-        """
+        """Refuses mixed_precision, which sums in 16 bits."""
         super().check()
         self.searches = any(ddp.find_unused_parameters for ddp in self.wrapped)
         self.begins_with_buffers = any(
             ddp.broadcast_buffers and [*ddp.module.buffers()] for ddp in self.wrapped
         )
         for ddp in self.wrapped:
-            if ddp.static_graph and self.sync == "last":
-                raise FuncgaError(
-                    "the module is wrapped by DistributedDataParallel with static_graph=True, "
-                    "which fails an internal assertion of torch when a backward pass does not "
-                    "synchronise. Leave static_graph out, or "
-                    "synchronise every micro-batch: module_value_and_grad(module, loss_fn, "
-                    'sync="every").'
-                )
             if ddp.mixed_precision is not None:
                 raise FuncgaError(
                     "the module is wrapped by DistributedDataParallel with mixed_precision=, whose "

@@ -31,14 +31,14 @@ from torch_backend import _private, arrays, trees
 from torch_backend.dtensor import local_tensors
 from torch_backend.engine.alone import value_of
 from torch_backend.engine.distributed import with_a_blank_row
-from torch_backend.engine.guards.aside import gradients_aside
+from torch_backend.engine.guards.grads import gradients_aside
 from torch_backend.engine.leaves import OWN
 from torch_backend.engine.window import Window
 from torch_backend.modules.layers import buffers_of, put_back
 from torch_backend.reduce import Reduction
 from torch_backend.reduce.header import nothing_to_fold
 from torch_backend.reduce.telling import telling
-from torch_backend.replicas import InTurn, explained, replicas_of
+from torch_backend.replicas import explained
 from torch_backend.sums import Sums
 from torch_backend.wrapped.ddp import Wrapper
 from torch_backend.wrapped.gradient import ModuleGradient, rows_in
@@ -84,9 +84,8 @@ class WrappedGradient(ModuleGradient):
 
     def reductions(self, program: Program) -> list[Reduction]:
         """What merges a window over the replicas, one after the other."""
-        across = self.merged_over(program.across)
-        several = across if isinstance(across, InTurn) else [replicas_of(across)] if across else []
-        return [Reduction(program.memory, replicas) for replicas in several]
+        in_turn = self.wrapper.replicas(program.across)
+        return [Reduction(program.memory, replicas) for replicas in in_turn]
 
     def check_counted(self, grad_fn: GradFn) -> None:
         """Raises FuncgaError for a function around it, which is called for each micro-batch
@@ -392,7 +391,15 @@ class ModuleWindow(Window):
         It runs the passes that the others wait for, over a row of zeros: many modules cannot run on
         an empty batch.
         """
-        check_no_stream(self.program)
+        if self.is_stream:  # there are no arguments to make a row of zeros of
+            raise FuncgaError(
+                "there is no micro-batch on this replica, and grad_fn is that of a wrapped module "
+                "or of a pipeline, which the processes run together: without a micro-batch there "
+                "is nothing to run it on. Give every replica a micro-batch, one of weight 0 if "
+                "need be, or let funcga reduce, for which a replica may have none: "
+                "stream(funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn)), "
+                "across=group), with the module that was wrapped."
+            )
         self.arguments = arguments = with_a_blank_row(arguments)
         with self.passes():
             self._fill_up(arguments.cut(0, 1, state), kwargs)
@@ -434,18 +441,3 @@ class ModuleWindow(Window):
             elif not sums.steps:
                 raise nothing_to_fold()
             return sums.result()
-
-
-def check_no_stream(program: Program) -> None:
-    """Raises FuncgaError for a stream without a micro-batch: there are no arguments to make a
-    row of zeros of.
-    """
-    if program.n is None and program.microbatch_size is None:
-        raise FuncgaError(
-            "there is no micro-batch on this replica, and grad_fn is that of a wrapped module or "
-            "of a pipeline, which the processes run together: without a micro-batch there is "
-            "nothing to run it on. Give every replica a micro-batch, one of weight 0 if need be, "
-            "or let funcga reduce, for which a replica may have none: "
-            "stream(funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn)), "
-            "across=group), with the module that was wrapped."
-        )

@@ -15,10 +15,9 @@ from funcga._types import Scalar, Tree
 from funcga.folds import sum as summed
 from funcga.tools.coupled import Cotangents, Coupled, Summaries
 from jax_backend import arrays, sharding, trees
-from jax_backend.compiled import Compiled
-from jax_backend.gradients import depends
 from jax_backend.loop import accumulated, begin, fold_batch, tallies_of
 from jax_backend.sharding import Spread
+from jax_backend.transforms import depends
 
 
 def coupled(job: Coupled, backend: Backend) -> Callable[..., Tree]:
@@ -36,7 +35,7 @@ class _Step:
 
     def __init__(self, job: Coupled, backend: Backend):
         self.job, self.backend = job, backend
-        self.step = Compiled(self.traced)
+        self.step = trees.Compiled(self.traced)
 
     def traced(self, spread: Spread, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> Tree:
         """The step, traced."""

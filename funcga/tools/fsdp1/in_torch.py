@@ -6,6 +6,7 @@
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -48,8 +49,8 @@ class FSDP1(Wrapper):
 
     def leaves(self) -> dict[int, torch.Tensor]:
         """The flat parameters."""
-        flats = [flat for part in self.parts for flat in private.params_of_fsdp1(part)[:1]]
-        return {id(flat): flat for flat in flats}
+        flats = [private.params_of_fsdp1(part)[:1] for part in self.parts]
+        return {id(flat): flat for flat in chain(*flats)}
 
     @cached_property
     def groups(self) -> list[list[dist.ProcessGroup]]:

@@ -16,7 +16,6 @@ from funcga._transform.apply import UpdateFunction
 from funcga._types import Tree
 from funcga.errors import FuncgaError
 from funcga.tools.optimizers.chain_in_torch import ClipNormState, check_not_differentiated
-from funcga.tools.optimizers.foreign_in_torch import checked_step
 from funcga.tools.optimizers.options_in_torch import Options, options_of
 from funcga.tools.optimizers.state_in_torch import (
     Number,
@@ -31,7 +30,7 @@ from funcga.tools.optimizers.state_in_torch import (
 from torch_backend import arrays, trees
 from torch_backend._private import pytree
 from torch_backend.dtensor import local_tensors, without_partials
-from torch_backend.parameters import matched
+from torch_backend.parameters import matched, storages
 
 # For torch.load with weights_only=True.
 torch.serialization.add_safe_globals([ClipNormState, Number, OptimizerState])
@@ -234,7 +233,7 @@ class _Update(UpdateFunction):
             if slot:
                 optimizer.state[tensor] = slot
         if not self.options.is_stock:
-            checked_step(optimizer, tensors)
+            _checked_step(optimizer, tensors)
             return with_tensors([optimizer.state.get(tensor, {}) for tensor in tensors])
         optimizer.step()
         kept: list[Slot] = [optimizer.state.get(tensor, {}) for tensor in tensors]
@@ -246,6 +245,45 @@ class _Update(UpdateFunction):
                     "optimizer, or of other options. Begin with state = tx.init(params)."
                 )
         return kept
+
+
+def _checked_step(optimizer: Optimizer, tensors: list[torch.Tensor]) -> None:
+    """Takes a step of an optimizer that is not torch's own. Raises FuncgaError if it changes
+    anything that is not in the state, or keeps the memory of a parameter.
+    """
+    for tensor in tensors:
+        tensor.requires_grad_()  # which it may ask for
+    before = _others(optimizer)
+    optimizer.step()
+    after = _others(optimizer)
+    # An attribute that is new is a cache.
+    changed = [name for name in before.keys() & after.keys() if after[name] != before[name]]
+    problem = "it keeps the memory of the parameter itself, which a pure update cannot follow"
+    for name in changed:
+        problem = (
+            f"a step changes its `{name}`, which belongs to no parameter, so that it is in no "
+            "state, and a pure update would lose it"
+        )
+    for tensor in tensors:
+        tensor.requires_grad_(False)
+        # The address of what has no elements is 0.
+        if changed or storages(tensor) & storages(optimizer.state.get(tensor)) - {0}:
+            raise FuncgaError(
+                f"{type(optimizer).__name__} is no pure update: {problem}. Keep optimizer.step() "
+                "and give it gradients: torch_backend.assign_grads(params, grads)."
+            )
+
+
+def _others(optimizer: Optimizer) -> dict[str, Any]:
+    """What an optimizer keeps that belongs to no parameter, by name: options, state under other
+    keys, numbers and tensors.
+    """
+    kept = {name: x for name, x in vars(optimizer).items() if type(x) in (int, float, torch.Tensor)}
+    kept |= {
+        "param_groups": [{**group, "params": None} for group in optimizer.param_groups],
+        "state": {k for k in optimizer.state if not torch.is_tensor(k)},
+    }
+    return pytree.tree_map_only(torch.Tensor, torch.Tensor.tolist, kept)  # type: ignore[no-any-return]
 
 
 def _host_number(number: float) -> torch.Tensor:

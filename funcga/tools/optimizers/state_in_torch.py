@@ -96,7 +96,9 @@ def copies(values: Sequence[Any]) -> list[Any]:
     """Copies in memory of their own; on a device one kernel copies many tensors."""
     plain = [value for value in values if type(value) is torch.Tensor]
     copied = [*map(torch.empty_like, plain)]
-    if plain:
-        torch._foreach_copy_(copied, plain)
+    pairs = [*zip(copied, plain, strict=True)]
+    for device in {tensor.device for tensor in plain}:  # a kernel takes those of one
+        new, old = zip(*[pair for pair in pairs if pair[1].device == device], strict=True)
+        torch._foreach_copy_(new, old)
     remaining = iter(copied)
     return [next(remaining) if type(value) is torch.Tensor else deepcopy(value) for value in values]

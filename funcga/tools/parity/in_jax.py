@@ -14,7 +14,7 @@ from funcga._transform import Transform
 from funcga._types import Tree
 from funcga.tools.parity.problems import OPTIMIZERS, PAD
 from funcga.tools.verify import in_jax
-from jax_backend.gradients import apply_updates as apply_updates
+from jax_backend.transforms import apply_updates as apply_updates
 
 
 @contextmanager

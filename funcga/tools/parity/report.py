@@ -3,6 +3,8 @@
 import math
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from funcga.errors import listed
 from funcga.tools.compare.report import Report, figure
 from funcga.tools.compare.row import Row
@@ -206,10 +208,15 @@ def _how(report: Report) -> str:
     """In which leaves, and in what way."""
     beyond = [row for row in report.rows if not row.ok]
     for row in beyond:
-        torch, jax = (nans + infs for nans, infs in zip(row.nans, row.infs, strict=True))
-        if torch or jax:
+        torch, jax = np.add(row.nans, row.infs)
+        if torch + jax:
             return f"{row.path} has NaN or infinities: {torch} in torch, {jax} in JAX."
-    leaves, total = [row for row in beyond if row.path != "loss"], len(report.rows) - 1
+    return _how_much(beyond, len(report.rows) - 1)
+
+
+def _how_much(beyond: list[Row], total: int) -> str:
+    """How the loss or the gradients differ by numbers alone, in the rows that are beyond."""
+    leaves = [row for row in beyond if row.path != "loss"]
     count = f"beyond the limit are {len(leaves)} of {total} gradients"
     is_of_loss = len(leaves) < len(beyond)
     if is_of_loss:

@@ -14,18 +14,18 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 
 from funcga._call import Program
 from funcga._call.arguments import Arguments
 from funcga._call.supported import PIPELINE
-from funcga._types import Across, Scalar, Tree
+from funcga._types import Scalar, Tree
 from funcga.errors import FuncgaError
 from funcga.folds import Fold
 from funcga.tools.pipelines.schedule_in_torch import Pipeline
-from torch_backend import arrays, trees
+from torch_backend import _private, arrays, trees
 from torch_backend.arrays import recording, recording_loss
 from torch_backend.modules.checks import check_not_wrapped
 from torch_backend.reduce import Reduction
@@ -37,19 +37,19 @@ from torch_backend.wrapped.window import ModuleWindow, WrappedGradient
 Values = list[tuple[torch.Tensor, Tree]]  # the loss and the aux of each micro-batch
 
 
-@dataclass(frozen=True)
-class Microbatch:
-    """The inputs of the first stage and the target of the loss; the weight of a filler is None."""
+class Microbatch(NamedTuple):
+    """The arguments of a micro-batch: the inputs of the first stage, each a tensor with rows, and
+    the target of the loss. The weight of a filler is None.
+    """
 
-    inputs: tuple[torch.Tensor, ...]
-    target: Tree
+    args: tuple[Tree, ...]
     kwargs: dict[str, Tree]
     weight: Scalar | None
 
     @property
-    def rows(self) -> int:
-        """How many rows the first stage gets."""
-        return len(self.inputs[0])
+    def inputs(self) -> tuple[torch.Tensor, ...]:
+        """What the first stage gets."""
+        return self.args[:-1]
 
 
 class PipelineWindow(ModuleWindow):
@@ -63,7 +63,10 @@ class PipelineWindow(ModuleWindow):
         self.pipeline = owner.pipeline
         # micro-batches of a step of the schedule; None if all of the window are one.
         self.count = owner.n_microbatches or program.n
-        self.last_stage = LastStage(self)
+        # In the last stage: the loss and the aux of each micro-batch, by its number, and the first
+        # error of a loss.
+        self.values: dict[int, tuple[torch.Tensor, Tree]] = {}
+        self.error: Exception | None = None
         self.kept: list[Microbatch] = []  # for the next step of the schedule
         self.weights: list[Scalar] = []  # of all that are folded
         # Whether a micro-batch of weight 0 is no part of the result, so that a row of another one
@@ -99,10 +102,16 @@ class PipelineWindow(ModuleWindow):
                 "micro-batch begins before the last one has ended: no state can be threaded. Pass "
                 "it whole, in_axes=(0, None, 0), or close over it."
             )
-        self.kept.append(self._microbatch(args, kwargs, weight))
+        if len(args) < 2:
+            raise FuncgaError(
+                f"a micro-batch has {len(args)} arguments, and those of a pipeline are the inputs "
+                "of the first stage, each a tensor with rows, and one target, which is a tree: "
+                "step(x, y)."
+            )
+        self.kept.append(Microbatch(args, kwargs, weight))
         self.weights.append(weight)
         if self._counts(weight):
-            self.row = self._inputs(weight, tuple([part[:1] for part in self.kept[-1].inputs]))
+            self.row = tuple([part[:1] for part in self.kept[-1].inputs])
         # Micro-batches of weight 0 wait for one that counts, whose row stands in.
         is_ready = self.count is not None and (self.row is not None or not self.stands_in)
         while self.kept and (last or (is_ready and len(self.kept) >= (self.count or 0))):
@@ -115,22 +124,8 @@ class PipelineWindow(ModuleWindow):
         reduce in every step. Stages that are not wrapped run at least one.
         """
         while not self.is_last:
-            self.kept = [self._microbatch(args, kwargs, None)]
+            self.kept = [Microbatch(args, kwargs, None)]
             self._run(True)
-
-    def _microbatch(
-        self, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: Scalar | None
-    ) -> Microbatch:
-        *inputs, target = args
-        if not inputs or any(
-            not isinstance(part, torch.Tensor) or not part.ndim for part in inputs
-        ):
-            raise FuncgaError(
-                f"a micro-batch has {len(args)} arguments, and those of a pipeline are the inputs "
-                "of the first stage, each a tensor with rows, and one target, which is a tree: "
-                "step(x, y)."
-            )
-        return Microbatch(tuple(inputs), target, kwargs, weight)
 
     def _run(self, last: bool) -> None:
         """Runs a step of the schedule with waiting micro-batches, filled up. `last`: whether no
@@ -149,7 +144,7 @@ class PipelineWindow(ModuleWindow):
         missing = (self.count or max(len(microbatches), at_least)) - len(microbatches)
         inputs = [self._inputs(each.weight, each.inputs) for each in microbatches]
         inputs += [inputs[0]] * missing
-        loss = partial(self.last_stage.loss, microbatches, len(self.last_stage.values))
+        loss = partial(self._loss, microbatches, len(self.values))
         masks: AbstractContextManager[None] = nullcontext()
         if all(each.weight is None for each in microbatches):
             masks = self.masked()
@@ -190,13 +185,90 @@ class PipelineWindow(ModuleWindow):
             needed = any(channel.all_gather(needed))
         return needed
 
+    # --- the last stage, where this process has it
+
+    def _loss(
+        self, microbatches: Sequence[Microbatch], first: int, output: Tree, index: int
+    ) -> torch.Tensor:
+        """The loss of a micro-batch times its weight. `first` is the step's first one.
+
+        An error is kept until the end: raised here, the other stages would hang.
+        """
+        if index < len(microbatches) and self.error is None:
+            try:
+                return self._weighed(output, microbatches[index], first + index)
+            except Exception as error:
+                self.error = error
+        return _zero(output)
+
+    def _weighed(self, output: Tree, microbatch: Microbatch, number: int) -> torch.Tensor:
+        rows, count = self.pipeline.rows, len(microbatch.inputs[0])
+        leaves, structure = trees.flatten(output)
+        if any(not leaf.ndim or len(leaf) != rows for leaf in leaves):
+            raise FuncgaError(
+                f"the last stage returned {', '.join(map(arrays.describe, leaves))} "
+                f"for {rows} rows, of which {count} count: rows are axis 0 of every "
+                "output. Reduce over rows in loss_fn, which does not see the rows that a "
+                "micro-batch is filled up with."
+            )
+        leaves = [leaf if count == rows else leaf[:count] for leaf in leaves]
+        visible = trees.unflatten(structure, leaves)
+        args = visible, microbatch.args[-1]
+        with recording_loss():
+            loss, aux, *_ = self.forward(args, microbatch.kwargs, None)
+        # The loss of the first micro-batch may be computed once more than the others, to learn
+        # shapes.
+        self.values[number] = loss.detach(), trees.detached(aux, recorded=True)
+        self.sums = self.sums or self._bind(loss.detach(), aux, ())
+        weight = microbatch.weight
+        seed = 0.0 if weight is None else self.seed_of(weight)
+        if not seed:  # nothing of it counts, not even a NaN
+            return _zero(output)
+        return loss.to(torch.promote_types(loss.dtype, torch.float32)).mul(seed)
+
+    def _values_of_all(self) -> Values:
+        """The loss and aux of every micro-batch: those of the last stage are sent to all processes,
+        and the weights that they saw are compared.
+
+        Raises FuncgaError, in every process, if the loss raised an error, or if the processes were
+        given different batches.
+        """
+        pipeline, error = self.pipeline, self.error
+        values = [self.values[number] for number in sorted(self.values)]
+        # An error itself may not be picklable, and values are of no use beside one.
+        sent: object = None
+        if error is not None:
+            sent = f"{type(error).__name__}: {error}"
+        elif pipeline.has_last:
+            sent = _moved(values, torch.device("cpu"))
+        said = channel_of(pipeline.group).all_gather(([*map(float, self.weights)], sent))
+        if error is not None:
+            raise error
+        last, received = next(
+            (rank, each) for rank, (_, each) in enumerate(said) if each is not None
+        )
+        if isinstance(received, str):
+            raise FuncgaError(
+                f"loss_fn has raised an error in the last stage of the pipeline, on rank {last} of "
+                f"its group: {received} Every stage has stopped; see what that process says."
+            )
+        check_alike(
+            [{"the weights of the micro-batches": str(weights)} for weights, *_ in said],
+            "of a pipeline were given different batches",
+            "Pass the same batch, inputs and target, in every process of one pipeline.",
+        )
+        if pipeline.has_last:
+            return values
+        device = next((p.device for p in self.inputs), torch.device("cpu"))
+        return _moved(received, device)
+
     # --- the result
 
     def result(self) -> Tree:
         """The normalised result, in the structure of grad_fn's output: the value is the same in
         every process.
         """
-        values = self.last_stage.values_of_all(self.weights)
+        values = self._values_of_all()
         self.stages.end()
         self.arguments = Arguments((), self.owner, self.backend)
         sums = self.sums or self._bind(*values[0], ())
@@ -216,112 +288,16 @@ class PipelineWindow(ModuleWindow):
             return sums.result()
 
 
-class LastStage:
-    """The losses of a window's micro-batches, where this process has the last stage.
-
-    `values`: the loss and the aux of each, by its number. `error`: the first one of a loss.
-    """
-
-    def __init__(self, window: PipelineWindow):
-        self.window, self.pipeline = window, window.pipeline
-        self.values: dict[int, tuple[torch.Tensor, Tree]] = {}
-        self.error: Exception | None = None
-
-    def loss(
-        self, microbatches: Sequence[Microbatch], first: int, output: Tree, index: int
-    ) -> torch.Tensor:
-        """The loss of a micro-batch times its weight. `first` is the step's first one.
-
-        An error is kept until the end: raised here, the other stages would hang.
-        """
-        if index < len(microbatches) and self.error is None:
-            try:
-                return self._weighed(output, microbatches[index], first + index)
-            except Exception as error:
-                self.error = error
-        return _zero(_recorded(output))
-
-    def _weighed(self, output: Tree, microbatch: Microbatch, number: int) -> torch.Tensor:
-        rows, window = self.pipeline.rows, self.window
-        leaves, structure = trees.flatten(output)
-        if any(not leaf.ndim or len(leaf) != rows for leaf in leaves):
-            raise FuncgaError(
-                f"the last stage returned {', '.join(map(arrays.describe, leaves))} "
-                f"for {rows} rows, of which {microbatch.rows} count: rows are axis 0 of every "
-                "output. Reduce over rows in loss_fn, which does not see the rows that a "
-                "micro-batch is filled up with."
-            )
-        leaves = [leaf if microbatch.rows == rows else leaf[: microbatch.rows] for leaf in leaves]
-        visible = trees.unflatten(structure, leaves)
-        args = visible, microbatch.target
-        with recording_loss():
-            loss, aux, *_ = window.forward(args, microbatch.kwargs, None)
-        # The loss of the first micro-batch may be computed once more than the others, to learn
-        # shapes.
-        self.values[number] = loss.detach(), trees.detached(aux, recorded=True)
-        if window.sums is None:
-            window.sums = window._bind(loss.detach(), aux, ())
-        weight = microbatch.weight
-        seed = 0.0 if weight is None else window.seed_of(weight)
-        if not seed:  # nothing of it counts, not even a NaN
-            return _zero(_recorded(output))
-        return loss.to(torch.promote_types(loss.dtype, torch.float32)).mul(seed)
-
-    def values_of_all(self, weights: Sequence[Scalar]) -> Values:
-        """The loss and aux of every micro-batch: those of the last stage are sent to all processes,
-        and the weights that they saw are compared.
-
-        Raises FuncgaError, in every process, if the loss raised an error, or if the processes were
-        given different batches.
-        """
-        pipeline, error = self.pipeline, self.error
-        values = [self.values[number] for number in sorted(self.values)]
-        if pipeline.group.size() == 1:
-            if error is not None:
-                raise error
-            return values
-        # An error itself may not be picklable, and values are of no use beside one.
-        sent: object = None
-        if error is not None:
-            sent = f"{type(error).__name__}: {error}"
-        elif pipeline.has_last:
-            sent = _moved(values, torch.device("cpu"))
-        said = channel_of(pipeline.group).all_gather(([*map(float, weights)], sent))
-        if error is not None:
-            raise error
-        last, received = next(
-            (rank, each) for rank, (_, each) in enumerate(said) if each is not None
-        )
-        if isinstance(received, str):
-            raise FuncgaError(
-                f"loss_fn has raised an error in the last stage of the pipeline, on rank {last} of "
-                f"its group: {received} Every stage has stopped; see what that process says."
-            )
-        check_alike(
-            [{"the weights of the micro-batches": str(weights)} for weights, *_ in said],
-            "of a pipeline were given different batches",
-            "Pass the same batch, inputs and target, in every process of one pipeline.",
-        )
-        if pipeline.has_last:
-            return values
-        device = next((p.device for p in self.window.inputs), torch.device("cpu"))
-        return _moved(received, device)
-
-
 def _moved(values: Values, device: torch.device) -> Values:
     """The values, whose tensors are on this device."""
-    leaves, structure = trees.flatten(values)
-    moved = [leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    on_device: Values = trees.unflatten(structure, moved)
-    return on_device
+    to_device = lambda tensor: tensor.to(device)
+    moved: Values = _private.pytree.tree_map_only(torch.Tensor, to_device, values)
+    return moved
 
 
-def _recorded(output: Tree) -> list[torch.Tensor]:
-    return [leaf for leaf in trees.flatten(output)[0] if leaf.requires_grad]
-
-
-def _zero(leaves: list[torch.Tensor]) -> torch.Tensor:
-    """A zero whose gradient is zero for all of these tensors, even where they are not finite."""
+def _zero(output: Tree) -> torch.Tensor:
+    """A zero whose gradient is zero for all tensors of an output, finite or not."""
+    leaves = [leaf for leaf in trees.flatten(output)[0] if leaf.requires_grad]
     terms = [
         torch.where(torch.zeros_like(leaf, dtype=torch.bool), leaf, 0).sum() for leaf in leaves
     ]
@@ -361,7 +337,3 @@ class PipelineGradient(WrappedGradient):
         """What lets the processes with the stages meet, then what merges over replicas."""
         stages = Reduction(program.memory, Replicas(self.pipeline.group))
         return [stages, *super().reductions(program)]
-
-    def merged_over(self, across: Across) -> Across:
-        """The wrapper's own replicas, or those of across=."""
-        return super().merged_over(across) if self.wrapper.wrapped else across

@@ -279,6 +279,18 @@ def quotient(xp: Namespace, number: Array, divisor: Scalar) -> Array:
 # -- the parts of a fold. A sum of integers is exact as it is: one array, which is left alone.
 
 
+def _check_readable(tensor: Array) -> None:
+    """Raises FuncgaError for a tensor whose bits say nothing."""
+    if tensor.requires_grad:
+        raise no_derivative()
+    if hasattr(tensor, "device_mesh"):
+        raise FuncgaError(
+            f"reproducible() was given a DTensor {[*tensor.shape]}, whose gradients a mesh has "
+            "added up in floats already, in an order of its own. Fold DTensors with "
+            "funcga.mean(), funcga.per_weight() or funcga.sum()."
+        )
+
+
 @dataclass(frozen=True)
 class Lift:
     """What a reducer's own lift makes of a value, as an exact sum of one term."""
@@ -309,9 +321,11 @@ class Lift:
 
     def __call__(self, xp: Namespace, value: Array, weight: Scalar) -> Reduced:
         """The exact sum of one term."""
-        framework = "torch" if xp.__name__ == "torch" else "jax"
-        side = import_module(f"funcga.tools.reproducible.in_{framework}")
-        term = self.lift(xp, side.readable(value), weight)
+        if xp.__name__ == "torch":
+            _check_readable(value)
+        else:
+            value = import_module("funcga.tools.reproducible.in_jax").readable(value)
+        term = self.lift(xp, value, weight)
         return expanded(xp, term, self.limit) if "float" in str(term.dtype) else term
 
 

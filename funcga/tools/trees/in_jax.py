@@ -145,16 +145,27 @@ def _native(dtype: Dtype) -> np.dtype[np.generic] | None:
 
 def import_arrays(exports: Sequence[Array], device: Place | None) -> list[Array]:
     """Exported arrays as this framework's, in the same memory where it can be."""
+    imported = iter(_imported([array for array in exports if not _is_abstract(array)], device))
+    return [
+        next(imported)
+        if not _is_abstract(array)
+        else array
+        if device is None
+        else jax.device_put(array, device)
+        for array in exports
+    ]
+
+
+def _imported(exports: Sequence[Array], device: Place | None) -> list[Array]:
+    """Arrays that are not traced, as this framework's."""
     arrays = [
-        array
-        if isinstance(array, jax.Array | np.ndarray) or _is_abstract(array)
-        else jax.dlpack.from_dlpack(array)
+        array if isinstance(array, jax.Array | np.ndarray) else jax.dlpack.from_dlpack(array)
         for array in exports
     ]
     moving = [
         index
         for index, array in enumerate(arrays)
-        if not _is_abstract(array) and (device is not None or isinstance(array, np.ndarray))
+        if device is not None or isinstance(array, np.ndarray)
     ]
     # Also inside of jit, where an array that is not traced still has its numbers. By one call of
     # device_put for all; where the device is None, JAX's own stay as they are.
@@ -163,19 +174,17 @@ def import_arrays(exports: Sequence[Array], device: Place | None) -> list[Array]
     for index, array in zip(moving, moved, strict=True):
         arrays[index] = array
     # The caller may write to memory that was copied from.
-    others = [isinstance(array, jax.Array) or _is_abstract(array) for array in exports]
-    jax.block_until_ready([x for x, is_own in zip(arrays, others, strict=True) if not is_own])
-    return [
-        jax.device_put(array, device) if device is not None and _is_abstract(array) else array
-        for array in arrays
-    ]
+    pairs = zip(arrays, exports, strict=True)
+    jax.block_until_ready([new for new, old in pairs if not isinstance(old, jax.Array)])
+    return arrays
 
 
-def copies(arrays: list[jax.Array]) -> list[jax.Array]:
-    """The arrays in new memory, once that is done: the caller may write to what was copied from."""
-    # device_put ignores may_alias=False for NumPy's arrays, which have become JAX's before.
+def copies(sources: list[jax.Array]) -> list[jax.Array]:
+    """The arrays in new memory, once that is done."""
+    # The caller may write to what was copied from. device_put ignores may_alias=False for NumPy's
+    # arrays, which have become JAX's before.
     with jax.ensure_compile_time_eval():
-        made: list[jax.Array] = jax.block_until_ready(jax.device_put(arrays, may_alias=False))
+        made: list[jax.Array] = jax.block_until_ready(jax.device_put(sources, may_alias=False))
     return made
 
 

@@ -152,9 +152,10 @@ def _imported(array: Array) -> torch.Tensor:
     return torch.from_numpy(array)
 
 
-def copies(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors in new memory, once that is done: JAX may reuse the memory of its arrays."""
-    made = [tensor.clone() for tensor in tensors]
+def copies(sources: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The arrays in new memory, once that is done."""
+    # JAX may reuse the memory of its own as soon as this returns.
+    made = [tensor.clone() for tensor in sources]
     for device in {tensor.device for tensor in made if not tensor.is_cpu}:
         torch.accelerator.current_stream(device).synchronize()
     return made

@@ -127,6 +127,11 @@ class Splits(NamedTuple):
         return not self.failed and not any(row.error for row in self.rows)
 
     @property
+    def worst(self) -> float:
+        """The largest relative difference; infinite if a split raised an error."""
+        return max(np.inf if row.error else row.relative for row in self.rows)
+
+    @property
     def first(self) -> str:
         """The first split that differs, in words."""
         return next(f"{row.split}: {row}" for row in self.rows if not row.ok)

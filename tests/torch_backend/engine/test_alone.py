@@ -192,7 +192,7 @@ def test_a_checkpoint_in_a_graph_is_refused(reentrant):
     """A second derivative would run the checkpoint again, when the module has its own parameters back."""
     module, a = Checkpointed(reentrant), torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
     gradient = funcga.grad(torch_backend.pure_loss(module, lambda m, x, a: a * square(m, x)))
-    with pytest.raises(funcga.FuncgaError, match="which a gradient function runs on where an argument"):
+    with pytest.raises(RuntimeError, match=r"torch\.func|functorch"):
         gradient(others(module), X, a)
     with torch.no_grad():
         assert not any(g.requires_grad for g in gradient(others(module), X, a).values())

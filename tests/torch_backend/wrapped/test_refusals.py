@@ -176,6 +176,13 @@ def around_with_totals(group):
     funcga.accumulate(around, 2, fold=funcga.sum(), totals=lambda x, y: len(x))(*rows(group))
 
 
+def hook_on_grad(group, wrapper):
+    """A hook that updates a parameter in each backward pass, as some optimizers do."""
+    module = WRAPPERS[wrapper](group, made())
+    next(module.parameters()).register_post_accumulate_grad_hook(lambda p: None)
+    step_of(module)(*rows(group))
+
+
 PURE = "funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn))"
 OUTER = (
     'sync="outer" was asked of {}, which has no outer mesh to all-reduce over. It is for fully_shard with a mesh of two'
@@ -251,9 +258,8 @@ REFUSED = {
         "micro-batches over. Give every part the same process group or mesh; or let funcga reduce"),
     "other folds, ddp": ((other_folds, "ddp"), "reduced by the module's wrapper (weighted, by_steps) on rank 1"),
     "other folds, fsdp2": ((other_folds, "fsdp2"), "reduced by the module's wrapper (weighted, by_weight) on rank 0"),
-    "static graph": ((lambda group: module_value_and_grad(ddp(group, made(), static_graph=True), mean_square),),
-        "the module is wrapped by DistributedDataParallel with static_graph=True, which fails an internal assertion of "
-        "torch when a backward pass does not synchronise. Leave static_graph out, or synchronise every micro-batch"),
+    "hook on .grad, ddp": ((hook_on_grad, "ddp"), "has a hook of register_post_accumulate_grad_hook, which acts on the .grad"),
+    "hook on .grad, fsdp2": ((hook_on_grad, "fsdp2"), "has a hook of register_post_accumulate_grad_hook, which acts on the"),
     "sums of fsdp1": ((left_over, "fsdp1"), "the module is wrapped by FullyShardedDataParallel and has gradients of a "
         ".backward() in no_sync(), which would be reduced along with those of this call. First end that window"),
     "failed fsdp1": ((failed_outside,), "the module is wrapped by FullyShardedDataParallel and an error in an earlier "

@@ -4,8 +4,7 @@ Nothing in torch is replaced for any of them. `FUNCGA_GUARDS` says when those lo
 "first" (the default), as the table on docs/concepts/inside_torch.md says; "every", at every call
 and in every pass; "off", never. What puts something aside and gives it back does so in any case.
 
-    aside        the `.grad`s of leaves that are others': put aside, and back
-    watched      the `.grad`s of parameters that were given stay as they are
+    grads        the `.grad`s of leaves that others own: put aside and back, or watched
     unchanged    no parameter is written to in a window, and no sum but by its backward passes
     recompute    a module that runs again in a backward pass has the parameters of the forward pass
     functions    functions written in Python run backward passes of their own

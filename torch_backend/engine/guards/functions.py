@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from torch_backend import graphs
-from torch_backend.engine.guards.aside import gradients_aside
+from torch_backend.engine.guards.grads import gradients_aside
 from torch_backend.engine.guards.recompute import recomputed
 from torch_backend.graphs import Reached
 from torch_backend.modules.closures import reachable

@@ -158,13 +158,7 @@ _Part = tuple[object, str, types.CodeType | None, Callable[[Any], object]]
 def _parts(value: Any, name: str, code: types.CodeType | None) -> Iterator[_Part]:
     kind = type(value)
     if isinstance(value, types.FunctionType):
-        # In a library only functions are followed, such as the loss that torch.func.grad closes
-        # over.
-        is_library = _is_library(value.__module__)
-        reader = code if is_library else value.__code__
-        for label, part in _variables(value).items():
-            if not is_library or isinstance(part, types.FunctionType):
-                yield part, label, reader, partial(_with_variable, value, label)
+        yield from _of_function(value, code)
     elif isinstance(value, partial):
         yield value.func, name, code, lambda other: partial(other, *value.args, **value.keywords)
         reader = getattr(value.func, "__code__", None)
@@ -189,6 +183,15 @@ def _parts(value: Any, name: str, code: types.CodeType | None) -> Iterator[_Part
         yield value.__call__, name, code, lambda other: other
     elif code is not None:
         yield from _settings(value, name, code)
+
+
+def _of_function(function: types.FunctionType, code: types.CodeType | None) -> Iterator[_Part]:
+    # In a library only functions are followed, such as the loss that torch.func.grad closes over.
+    is_library = _is_library(function.__module__)
+    reader = code if is_library else function.__code__
+    for label, part in _variables(function).items():
+        if not is_library or isinstance(part, types.FunctionType):
+            yield part, label, reader, partial(_with_variable, function, label)
 
 
 def _variables(function: types.FunctionType) -> dict[str, object]:

@@ -246,22 +246,37 @@ VAGUE = {
 
 def apart_from_an_epsilon(case: Case, causes: Sequence[Cause]) -> Iterator[Answer]:
     """What replaces these causes if it is all that is wrong but for a very small difference."""
+    names = {each.name for each in causes}
+    if not names or not names <= VAGUE or case.failed != case.splits.failed:
+        return
+    worst = case.splits.worst
+    found = _within(case, 10 * worst if worst <= _SMALL else _EPSILON)
+    if worst <= _SMALL and found == []:
+        yield _small_remainder(case)
+    elif found and case.limit.relative < 1e-8 and VAGUE.isdisjoint(each.name for each in found):
+        yield from found
+
+
+def _small_remainder(case: Case) -> Answer:
+    """The cause; a note if the value of the loss alone differs."""
     probe, failed = case.probe, case.failed
-    if not causes or not {each.name for each in causes} <= VAGUE or failed != case.splits.failed:
-        return
-    worst = max(np.inf if row.error else row.relative for row in case.splits.rows)
-    is_small, strict = worst <= _SMALL, case.limit
-    # The same splits, with a limit above the difference.
+    is_of_gradient = any(probe.whole[leaf].ndim for leaf in failed)
+    is_of_value = not is_of_gradient and any(leaf.ndim for leaf in probe.whole)
+    words = {"where": probe.paths[failed[0]], "difference": case.splits.worst}
+    return (note if is_of_value else cause)("small remainder", **words)
+
+
+def _within(case: Case, relative: float) -> list[Cause] | None:
+    """The causes for the leaves that differ, where larger differences count as rounding; None if
+    that cannot be told.
+    """
+    # With the same splits.
     loose = copy.copy(case)
-    loose.limit = strict._replace(relative=10 * worst if is_small else _EPSILON)
-    groups = [compare_groups(loose, leaves, *case.parts) for leaves in _alike(probe, failed)]
-    found = {each.name: each for group in groups for each in causes_of(group)}
+    loose.limit = case.limit._replace(relative=relative)
+    groups = [
+        compare_groups(loose, leaves, *case.parts) for leaves in _alike(case.probe, case.failed)
+    ]
     if any(group.kind.name == "unknown" for group in groups):
-        return
-    if is_small and not found:
-        words = {"where": probe.paths[failed[0]], "difference": worst}
-        arrays = {i for i, leaf in enumerate(probe.whole) if leaf.ndim}
-        is_of_value = arrays and arrays.isdisjoint(failed)
-        yield (note if is_of_value else cause)("small remainder", **words)
-    elif strict.relative < 1e-8 and found.keys().isdisjoint(VAGUE):
-        yield from found.values()
+        return None
+    found = {each.name: each for group in groups for each in causes_of(group)}
+    return [*found.values()]

@@ -1,7 +1,9 @@
-"""Parameters that were given, and require grad themselves: their `.grad`s stay as they are."""
+"""The `.grad`s of leaves that others own stay as they are: they are put aside for a window, or a
+pass, and given back; or they are watched.
+"""
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,8 +12,35 @@ import torch
 from funcga.errors import FuncgaError
 from torch_backend import _private
 from torch_backend.engine.guards.unchanged import other_hooks
+from torch_backend.modules.visits import IN_USE
 
 _GRAD = operator.attrgetter("grad")
+
+
+@contextmanager
+def gradients_aside(leaves: Iterable[torch.Tensor], ids: Collection[int] = ()) -> Iterator[None]:
+    """A context in which these leaves have no `.grad`. Each gets its own back afterwards.
+
+    `ids`: of what no other thread may use meanwhile, beside the leaves. Raises FuncgaError, before
+    anything is changed, where another thread uses one of them.
+    """
+    own, refused = [*leaves], None
+    use = IN_USE.begin([*map(id, own), *ids])
+    grads = [*map(_GRAD, own)]
+    for leaf in own if any(grad is not None for grad in grads) else ():
+        leaf.grad = None
+    try:
+        yield
+    finally:
+        for leaf, gradient in zip(own, grads, strict=True):
+            if leaf.grad is not gradient:  # most windows find no gradient, and leave none
+                try:
+                    leaf.grad = gradient
+                except RuntimeError as unfit:  # the leaf was changed by `.data = ` before
+                    refused = unfit
+        IN_USE.end(use)
+    if refused is not None:
+        raise refused
 
 
 @contextmanager
