@@ -147,12 +147,12 @@ def stream(program: Program, backend: Backend) -> Callable[..., Any]:
                         key = call_key(source.params, flat, tuple(kwargs), len(arguments.parts))
                         plan = plans.get(key)
                     window = stack.enter_context(source.window(arguments, plan))
-                arguments, kwargs = window.prepared(arguments, kwargs)
+                arguments, named = window.prepared(arguments, kwargs)
                 args = arguments.cut(0, None, state)
                 if weight is None:
                     (weight,) = on_host([job.weigh(arguments, args, None)])
                 with window.passes():
-                    window.fold(args, kwargs, weight, last)
+                    window.fold(args, named, weight, last)
                 state, window.arguments = window.state if state else state, None
                 del arguments, args
             if window is not None:
@@ -160,9 +160,9 @@ def stream(program: Program, backend: Backend) -> Callable[..., Any]:
             else:
                 nothing = _without_items(job, backend, leading)
                 window = stack.enter_context(source.window(nothing, None))
-                nothing, kwargs = window.prepared(nothing, kwargs)
+                nothing, named = window.prepared(nothing, kwargs)
                 state = [_owned(leaf) for leaf in nothing.state]
-                result = window.result_without_microbatches(nothing, kwargs, state)
+                result = window.result_without_microbatches(nothing, named, state)
         if nothing is None and key is not None and window.plan is not plan:
             plans.put(key, window.plan)
         return job.finish(backend, result, kwargs, nothing) if job.epilogues else result

@@ -67,8 +67,7 @@ class Alone(Window):
     ) -> None:
         """Computes the loss, and leaves its gradients in the `.grad`s of the leaves."""
         gradient, before = self.gradient, evaluations()
-        scale, kwargs = gradient.read_scale(kwargs, self.backend)
-        loss, aux, objective = self.forward(args, kwargs, scale)
+        loss, aux, objective = self.forward(args, kwargs)
         if any(leaf.grad is not None for leaf in self.inputs):
             raise unchanged.grads_changed()
         if not gradient.reached:

@@ -61,6 +61,8 @@ class Window(ExitStack):
     noted: Callable[[], AbstractContextManager[object]] = nullcontext  # of a forward pass
     outside: Callable[[], AbstractContextManager[object]] = nullcontext  # of a backward pass
 
+    scale: Scalar | None = None  # of the loss; set by `prepared`
+
     may_communicate = False  # whether other processes may wait for each backward pass
     # Whether no pass is restricted to the leaves, as what wraps a module has hooks elsewhere.
     runs_whole = False
@@ -179,8 +181,9 @@ class Window(ExitStack):
             else:
                 part = part._replace(value=trees.detached(part.value, True))
             parts.append(part)
-        if kwargs:
+        if kwargs or self.gradient.scaled:
             kwargs = {name: trees.detached(value, True) for name, value in kwargs.items()}
+            self.scale, kwargs = self.gradient.read_scale(kwargs, self.backend)
         return replace(arguments, parts=tuple(parts)), kwargs
 
     # --- a micro-batch
@@ -206,13 +209,11 @@ class Window(ExitStack):
         self, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: float, last: bool = False
     ) -> None:
         """Folds one micro-batch in: the loss forwards, and backwards into the sums."""
-        moving, scale = list[torch.Tensor](), None
-        if kwargs or self.gradient.scaled:
-            scale, kwargs = self.gradient.read_scale(kwargs, self.backend)
+        moving = list[torch.Tensor]()
         if self.plan.moving:
             args, moving = self._with_leaves_of(args)
         gradients = 0 if self.gradient.reached else evaluations()
-        loss, aux, objective = self.forward(args, kwargs, scale)
+        loss, aux, objective = self.forward(args, kwargs)
         if self.sums is None:
             self.sums = self._bind(loss.detach(), aux, moving)
         sums, folding = self.sums, self.sums.folding
@@ -267,7 +268,7 @@ class Window(ExitStack):
         return seed
 
     def forward(
-        self, args: tuple[Tree, ...], kwargs: dict[str, Tree], scale: Scalar | None
+        self, args: tuple[Tree, ...], kwargs: dict[str, Tree]
     ) -> tuple[torch.Tensor, Tree, torch.Tensor]:
         """(the loss, its aux, the loss times its scale)."""
         gradient = self.gradient
@@ -278,7 +279,7 @@ class Window(ExitStack):
         is_usual = type(loss) is torch.Tensor and not loss.ndim and loss.dtype.is_floating_point
         if gradient.has_aux or not is_usual:
             loss, aux = gradient.split(loss, self.backend)
-        return loss, aux, loss if scale is None else scaled_loss(loss, scale, arrays)
+        return loss, aux, loss if self.scale is None else scaled_loss(loss, self.scale, arrays)
 
     def backward(self, loss: torch.Tensor, seed: float, moving: Sequence[torch.Tensor]) -> None:
         """Adds the gradients of a loss, times the seed, to the `.grad`s of the leaves."""

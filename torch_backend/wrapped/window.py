@@ -360,9 +360,8 @@ class ModuleWindow(Window):
             # them.
             before = buffers_of(self.module)
             self._begin_pass(True)
-            scale, named = self.gradient.read_scale(kwargs, self.backend)
             with self.masked():
-                loss, aux, objective = self.forward(args, named, scale)
+                loss, aux, objective = self.forward(args, kwargs)
                 self.sums = self.sums or self._bind(loss.detach(), aux, ())
                 self.backward(objective, 0.0)
             if self.watching is not None:

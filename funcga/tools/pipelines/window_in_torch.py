@@ -215,7 +215,7 @@ class PipelineWindow(ModuleWindow):
         visible = trees.unflatten(structure, leaves)
         args = visible, microbatch.args[-1]
         with recording_loss():
-            loss, aux, *_ = self.forward(args, microbatch.kwargs, None)
+            loss, aux, *_ = self.forward(args, microbatch.kwargs)
         # The loss of the first micro-batch may be computed once more than the others, to learn
         # shapes.
         self.values[number] = loss.detach(), trees.detached(aux, recorded=True)
