@@ -4,17 +4,33 @@ import functools
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
-from funcga._call import Options, OwningGradient, Program, owner_of, read_program, read_sizes
+from funcga._call import OwningGradient, Program, owner_of, read_program, read_sizes
 from funcga._call.supported import ANY, check_supported
 from funcga._grad import GradientFunction
 from funcga._tools import load
-from funcga._types import Across, DropScope, DropTest, P, R, TotalsFn, Tree, WeightFn
+from funcga._types import Across, P, R, Tree, WeightFn
 from funcga.folds import FoldTree, mean
 
 if TYPE_CHECKING:
     from funcga.tools.observe import ObserverTree
+
+TotalsFn = Callable[..., Tree]
+DropScope = Literal["microbatch", "window"]
+DropTest = Callable[[Tree], object]
+
+
+class Options(TypedDict, total=False):
+    """The options that a step has with `observe=` and without it, for type checkers."""
+
+    fold: FoldTree
+    weight: WeightFn | None
+    in_axes: Tree
+    across: Across
+    totals: TotalsFn | None
+    drop: DropScope | None
+    drop_if: DropTest | None
 
 
 @overload
@@ -135,6 +151,9 @@ def accumulate(
     if searches or given.count(None) < len(given):
         program = compose(program, *given, searches=searches)
     search = load("plan.search", 'n="auto"').Search(program) if searches else None
+    is_told = (
+        program.is_told
+    )  # torch.compile may trace a call, but not what is cached at the first one
     # A gradient function has no name of its own to copy.
     is_object = isinstance(grad_fn, GradientFunction | OwningGradient)
     names = () if is_object else ("__doc__", "__name__", "__qualname__")
@@ -142,7 +161,7 @@ def accumulate(
     @functools.wraps(grad_fn, assigned=names, updated=())
     def accumulated(*args: Any, **kwargs: Any) -> Any:
         """The fold of grad_fn over the micro-batches that the arguments are split into."""
-        with program.telling() if program.is_told else nullcontext():
+        with program.telling() if is_told else nullcontext():
             # The arrays of each call determine the framework.
             backend = program.backend(args, kwargs)
             if search is None:

@@ -51,13 +51,6 @@ class GradientFunction:
     def __wrapped__(self) -> LossFn:
         return self.loss_fn
 
-    @property
-    def leaves_before(self) -> int:
-        """How many leaves come before the value and the gradient in the output of `compose`: none,
-        unless observers are told something.
-        """
-        return 0
-
     def __call__(self, *args: Any, **kwargs: Any) -> Tree:
         """The value and gradient, or the gradient, at these arguments."""
         # Names are only for errors.

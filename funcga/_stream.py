@@ -7,11 +7,11 @@ from functools import partial
 from itertools import count, islice
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack, overload
 
-from funcga._accumulate import compose
-from funcga._call import Options, owner_of, read_program
+from funcga._accumulate import DropScope, DropTest, Options, TotalsFn, compose
+from funcga._call import owner_of, read_program
 from funcga._fold import has_no_axes
 from funcga._transform.window_size import WindowSize, check_size, size_after
-from funcga._types import Across, DropScope, DropTest, R, TotalsFn, Tree, WeightFn
+from funcga._types import Across, R, Tree, WeightFn
 from funcga.errors import FuncgaError
 from funcga.folds import FoldTree, mean
 

@@ -3,7 +3,7 @@ import.
 """
 
 from collections.abc import Callable
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 # An array of torch, JAX or NumPy. A scalar is a Python number or a 0-d array.
 Array = Any
@@ -21,11 +21,7 @@ Namespace = Any
 
 GradFn = Callable[..., Tree]
 WeightFn = Callable[..., Scalar]
-TotalsFn = Callable[..., Tree]
 LossFn = Callable[..., Any]
-# What `drop=` and `drop_if=` take.
-DropScope = Literal["microbatch", "window"]
-DropTest = Callable[[Tree], object]
 
 P = ParamSpec("P")
 R = TypeVar("R")

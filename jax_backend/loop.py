@@ -104,12 +104,12 @@ def fold_batch(
             narrow, spread = None, replace(spread, blocks=1)
             traced = trace(size, state)
         total, unit = arrays.tally(0, steps=0), None
-        if program.weight is None and program.dropping is None:  # so not counted in the loop
+        if program.weight is None and program.skip is None:  # so not counted in the loop
             total = arrays.tally(rows, sum(count for count, _ in sizes))
             # With equal rows as the unit each micro-batch weighs 1, so that XLA adds every gradient
             # in place. Else a power of 2, by which division is exact.
             unit = weights[0] * 1.0 if len(sizes) == 1 else 2.0 ** (size.bit_length() - 1)
-        folded, chunks = _begin(outputs, spread, traced, state, total, program.dropping), []
+        folded, chunks = _begin(outputs, spread, traced, state, total, program.skip), []
         # One or two sizes, and a scan for each.
         for (count, size), weight in zip(sizes, weights, strict=True):
             traced = trace(size, folded.state) if first else traced
@@ -156,12 +156,12 @@ def _evaluate(
     state: State,
 ) -> tuple[Tree, Tally | None]:
     """The output of grad_fn for `size` rows from row `start` on, or for all, and its tally unless
-    that is known. With observers the output is (placeholders for what they fold, output).
+    that is known. Where it is watched, the output is (placeholders for what is measured, output).
     """
     args, backend = arguments.cut(start, size, state, narrow), arguments.backend
     tally, remake, grad_fn = None, lambda leaf: leaf, program.grad_fn
-    # Each micro-batch weighs its rows, unless some may be dropped.
-    if size is None or program.weight is not None or program.dropping is not None:
+    # Each micro-batch weighs its rows, unless some may be left out.
+    if size is None or program.weight is not None or program.skip is not None:
         weight = program.weigh(arguments, args, size)
         if jax.dtypes.canonicalize_dtype(np.float64) != np.float64:
             check_narrow(weight)
@@ -178,11 +178,9 @@ def _evaluate(
     checks = trees.nnx()
     with checks.check_unchanged((whole, kwargs)) if checks else nullcontext():
         value = grad_fn(*args, **kwargs)
-    if program.observers is not None:
-        value = (
-            program.observers.readings(program, value, arguments).placeholders(jnp.zeros(())),
-            value,
-        )
+    if program.watch is not None:
+        readings = program.watch.readings(program, value, arguments)
+        value = readings.placeholders(jnp.zeros(())), value
     return value, tally
 
 
@@ -234,7 +232,7 @@ class Into(NamedTuple):
 
 class Weighed(NamedTuple):
     """A micro-batch weighed: where each reduced leaf is added, by leaf index, and the tally of the
-    window after it. `keep`: whether it is folded, if it may be dropped.
+    window after it. `keep`: whether it is folded, if it may be left out.
     """
 
     into: dict[int, Into]
@@ -251,13 +249,15 @@ place; what they weigh; and the measures of those that are folded in place, by l
 @dataclass(frozen=True, eq=False)
 class Step:
     """How one more micro-batch is folded. `in_scans` is of the tool for scans over layers, if there
-    are any. `rows`, `unit`: the weight and its unit in means, if they are known before the loop.
+    are any; `skip` of one that may leave it out. `rows`, `unit`: the weight and its unit in means,
+    if they are known before the loop.
     """
 
     outputs: Outputs
     run: Callable[..., tuple[Any, ...]]
     in_scans: Callable[..., Leaves | None] | None
     readings: Any
+    skip: Any
     rows: Scalar
     unit: Scalar
 
@@ -281,9 +281,9 @@ class Step:
             state=[leaves[leaf_index] for leaf_index in outputs.threads],
         )
         collected = [leaves[leaf_index] for leaf_index in outputs.collected]
-        if weighed.keep is None:
+        if self.skip is None:
             return after, collected
-        result: tuple[Folded, list[jax.Array]] = load("dropping.in_jax", "drop=").selected(
+        result: tuple[Folded, list[jax.Array]] = self.skip.selected(
             weighed.keep, before, after, collected
         )
         return result
@@ -319,24 +319,25 @@ def _step(
 ) -> Step:
     """The Step for micro-batches like the traced one."""
     readings = None
-    if program.observers is not None:
-        readings = program.observers.readings(program, traced.types[0][1], arguments)
+    if program.watch is not None:
+        readings = program.watch.readings(program, traced.types[0][1], arguments)
     run: Callable[..., tuple[Any, ...]] = traced.run
     in_scans = None
-    if program.dropping is not None:  # all leaves are tested before one is folded
-        run = load("dropping.in_jax", "drop=").tested(run, outputs, program.dropping)
+    skip = None if program.skip is None else program.skip.in_jax
+    if skip is not None:  # all leaves are tested before one is folded
+        run = skip.tested(run, outputs, program.skip)
     elif {"scan", "jit"} & {each.primitive.name for each in traced.program.jaxpr.eqns}:
         with suppress(ImportError):  # the tool may be missing, or names of JAX that it needs
             tool = import_module("funcga.tools.scan_layers.in_jax")
             in_scans = tool.folding(outputs, traced, readings)
-    return Step(outputs, run, in_scans, readings, rows, unit)
+    return Step(outputs, run, in_scans, readings, skip, rows, unit)
 
 
 # -- the beginning and the end of a window
 
 
 def _begin(
-    outputs: Outputs, spread: Spread, traced: Traced, state: State, total: Tally, dropping: Any
+    outputs: Outputs, spread: Spread, traced: Traced, state: State, total: Tally, skip: Any
 ) -> Folded:
     """What is folded before the first micro-batch, if it is like the traced one. The `total` is
     nothing, or what is known of all.
@@ -353,8 +354,8 @@ def _begin(
         )
         identities.append(jax.tree.map(typed, fold.identity(arrays.zeros(aval))))
     folded = Folded(identities, total, state)
-    if dropping is not None:
-        folded = load("dropping.in_jax", "drop=").begun(folded, dropping)
+    if skip is not None:
+        folded = skip.in_jax.begun(folded, skip)
     if spread.arguments:
         folded = spread.pinned(outputs, folded)
     return folded
@@ -391,11 +392,9 @@ def _finished(program: Program, outputs: Outputs, folded: Folded, kwargs: Kwargs
         fold.normalize(leaf, tally) for (_, fold, leaf), tally in zip(triples, tallies, strict=True)
     ]
     parts = normalised, folded.collected, folded.state
-    if program.dropping is not None:
-        parts = load("dropping.in_jax", "drop=").unless_rejected(folded, *parts)
+    if program.skip is not None:
+        parts = program.skip.in_jax.unless_rejected(folded, *parts)
     result = outputs.join(*parts)
-    if program.observers is not None:
-        result = program.observers.observed(program, result, kwargs)
     if program.epilogues:
         result = program.finish(outputs.backend, result, kwargs)
     # Raises FuncgaError, which names the leaf, for a result that is lost where the host sees it.
@@ -481,7 +480,7 @@ class _Stream:
                     "the stream is empty: there is no micro-batch to fold, and so no structure to "
                     "return. Check the loader, or that a generator was not used up before."
                 )
-            if self.program.observers is None and not self.program.epilogues:
+            if not self.program.epilogues:
                 kwargs = {}  # not needed by finish
             return self.finish((bound.outputs, replicas), folded, chunks, kwargs)
 
@@ -491,7 +490,7 @@ class _Stream:
         state = [jnp.array(arrays.without_weak_type(leaf), copy=True) for leaf in arguments.state]
         traced, nothing = self._traced(call, state), arrays.tally(0, steps=0)
         outputs, _ = self.program.bind(traced.types[0], arguments)
-        folded = _begin(outputs, spread, traced, state, nothing, self.program.dropping)
+        folded = _begin(outputs, spread, traced, state, nothing, self.program.skip)
         return folded, Bound(outputs)
 
     def _add(

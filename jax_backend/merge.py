@@ -28,8 +28,9 @@ from jax_backend.replicas import Replicas
 class Folded(NamedTuple):
     """What has been folded, before it is normalised: the carry of a loop, and what replicas merge.
 
-    The loop carries neither `collected` nor the `unit` of weights in means. With drop="window" it
-    counts the micro-batches that it `rejected`, and keeps the threaded state from before the first.
+    The loop carries neither `collected` nor the `unit` of weights in means. A tool that may leave
+    a whole window out counts what it `rejected`, and keeps the state from before the first
+    micro-batch.
     """
 
     reduced: list[Tree]

@@ -145,8 +145,8 @@ def _blocks(leaf: jax.Array, axis: int) -> int:
 
 def may_reorder_rows(outputs: Outputs, size: int) -> bool:
     """Whether micro-batches of this size may take other rows: folds have to be independent of
-    the order, and collected leaves have one row for each row of the micro-batch. Leaves that
-    observers collect have one row for a micro-batch.
+    the order, and collected leaves have one row for each row of the micro-batch. Those that come
+    before the value have one row for a micro-batch.
     """
     if any(fold.fold.reducer.monoid.collective is None for fold in outputs.reduced_folds):
         return False

@@ -20,7 +20,6 @@ from funcga._call.arguments import Arguments, groups, starts
 from funcga._call.supported import MODULE
 from funcga._fold import weight_on_host
 from funcga._grad import GradientFunction
-from funcga._tools import load
 from funcga._types import GradFn, Scalar, Tree
 from funcga.errors import FuncgaError
 from funcga.folds import Fold
@@ -76,9 +75,9 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
         if cuts and key is not None and window.plan is not plan:
             new = window.plan.with_cuts(arguments, cuts, devices)
             program.memory.keep(Plans).put(key, new)
-        if job.observers is None:
-            return result
-        return job.observers.observed(job, result, kwargs, None if cuts else arguments)
+        if job.epilogues:
+            return job.finish(backend, result, kwargs, None if cuts else arguments)
+        return result
 
     return fold if "torch._dynamo" not in sys.modules else _not_traced(fold, program)
 
@@ -166,9 +165,7 @@ def stream(program: Program, backend: Backend) -> Callable[..., Any]:
                 result = window.result_without_microbatches(nothing, kwargs, state)
         if nothing is None and key is not None and window.plan is not plan:
             plans.put(key, window.plan)
-        if job.observers is None:
-            return result
-        return job.observers.observed(job, result, kwargs, nothing)
+        return job.finish(backend, result, kwargs, nothing) if job.epilogues else result
 
     return fold if "torch._dynamo" not in sys.modules else _not_traced(fold, program)
 
@@ -252,22 +249,22 @@ class Source:
             if make is not None:
                 return make(program, gradient, backend, arguments, plan)
         merges = [] if program.across is None else reductions_of(program, backend)
-        if gradient is not None and program.dropping is None:
+        if gradient is not None and program.skip is None:
             window = program, gradient, backend, arguments, plan, own
             if self.is_distributed:
                 return window_of(*window, merge=next(iter(merges), None))
             return Window(*window)
         function, records = program.grad_fn, gradient is not None
         if isinstance(function, GradientFunction):
-            # Autograd cannot take back what it has added: a gradient that may be dropped is
+            # Autograd cannot take back what it has added: a gradient that may be left out is
             # computed alone, and looked at first.
             gradient = function
             alone = lambda *args, **kwargs: value_of(gradient, backend, args, kwargs)
             function = alone if records else gradient.bound(backend)
         called = program, function, arguments, gradient, merges, records
-        if program.dropping is None:
+        if program.skip is None:
             return Called(*called)
-        return load("dropping.in_torch", "drop=").DroppingCalls(self.module, *called)
+        return program.skip.in_torch.SkippingCalls(self.module, *called)
 
 
 def _compiled() -> Any:

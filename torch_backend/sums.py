@@ -130,7 +130,7 @@ class Sums:
 
     `of` has the accumulator of each leaf, None before its first value. A weighted sum is held
     divided by the `unit`, which stays where it is fixed. `total` and `steps` count, and `rejected`
-    what is dropped: tensors where only a device knows. `state` is what is threaded to the next
+    what is left out: tensors where only a device knows. `state` is what is threaded to the next
     micro-batch.
     """
 

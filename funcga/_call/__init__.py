@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypeVar
 
 from funcga import normalizers, reducers
 from funcga._backend import Backend
@@ -19,11 +19,8 @@ from funcga._replicas import Step, step_of
 from funcga._types import (
     Across,
     Array,
-    DropScope,
-    DropTest,
     GradFn,
     Scalar,
-    TotalsFn,
     Tree,
     WeightFn,
 )
@@ -31,18 +28,6 @@ from funcga.errors import FuncgaError, check_callable, check_count
 from funcga.folds import Fold, FoldTree
 
 Kept = TypeVar("Kept")
-
-
-class Options(TypedDict, total=False):
-    """The options that a step has with `observe=` and without it, for type checkers."""
-
-    fold: FoldTree
-    weight: WeightFn | None
-    in_axes: Tree
-    across: Across
-    totals: TotalsFn | None
-    drop: DropScope | None
-    drop_if: DropTest | None
 
 
 class OwningGradient:
@@ -75,11 +60,6 @@ class OwningGradient:
     def merged_over(self, across: Across) -> Across:
         """What its results are merged over where a step says `across=`."""
         return across
-
-    def check_counted(self, grad_fn: GradFn) -> None:
-        """Raises FuncgaError if totals cannot be counted for a step of grad_fn, which wraps this
-        function.
-        """
 
 
 @dataclass(eq=False)
@@ -127,8 +107,8 @@ class Program:
     # result after the last.
     prologue: Any = None
     epilogues: tuple[Callable[..., Tree], ...] = ()
-    observers: Any = None
-    dropping: Any = None
+    watch: Any = None  # of a tool: what it folds of each gradient, beside the value
+    skip: Any = None  # of a tool: which micro-batches are left out, by their values
     on_each: Any = None  # of a plan: what runs a function on every device of a mesh
 
     @cached_property
@@ -192,9 +172,9 @@ class Program:
         try:
             return arguments.rows()
         except FuncgaError as error:
-            # An observer measures each gradient in units of its weight.
+            # What watches measures each gradient in units of its weight.
             folds = arguments.backend.trees.flatten(self.fold, _is_fold)[0]
-            if self.observers is None and all(map(_ignores_weights, folds)):
+            if self.watch is None and all(map(_ignores_weights, folds)):
                 return 1
             raise FuncgaError(
                 "the rows of a micro-batch are its weight unless weight= says it, and they cannot "
@@ -213,15 +193,14 @@ class Program:
         """The Outputs for a first micro-batch with this value, and its leaves."""
         # The first micro-batch shows the structure; all later ones are checked against it.
         backend, carried = arguments.backend, arguments.carried() if arguments.state else []
-        if self.observers is None:
+        if self.watch is None:
             outputs, leaves = bind_outputs(self.fold, value, backend, carried=carried)
         else:
-            # Bound first without observers, so that errors name leaves of grad_fn's own output.
+            # The value is bound alone first, so that errors name leaves of grad_fn's own output.
             bind_outputs(self.fold, value[1], backend, carried=carried)
-            outputs, leaves = bind_outputs(
-                (self.observers.folds, self.fold), value, backend, carried=carried
-            )
-            outputs = replace(outputs, before=len(self.observers.folds))
+            folds = self.watch.folds
+            outputs, leaves = bind_outputs((folds, self.fold), value, backend, carried=carried)
+            outputs = replace(outputs, before=len(folds))
         return outputs, leaves
 
 

@@ -39,7 +39,7 @@ class Outputs:
     collected: tuple[int, ...]
     threads: tuple[int, ...]
     backend: Backend
-    # How many leaves belong to observers. They come first: values are (observed leaves, output).
+    # How many leaves a tool folds beside. They come first: values are (these leaves, output).
     before: int = 0
     # The folds of the reduced and of the collected leaves, in order.
     reduced_folds: tuple[LeafFold, ...] = field(default=(), compare=False, repr=False)
@@ -49,7 +49,7 @@ class Outputs:
         """The path of every leaf in a tree of this name: for errors, and to match other trees by
         path.
         """
-        return ["observe"] * self.before + leaf_paths(
+        return ["measured"] * self.before + leaf_paths(
             self.value_of(range(len(self.folds))), self.backend.trees, name
         )
 
@@ -63,13 +63,13 @@ class Outputs:
         return self.backend.trees.unflatten(self.structure, list(leaves))
 
     def value_of(self, leaves: Iterable[Any]) -> Tree:
-        """The tree of these leaves, without those of observers."""
+        """The tree of these leaves, without those that come before."""
         tree = self.structure_of(leaves)
         return tree[1] if self.before else tree
 
     @cached_property
     def of_value(self) -> "Outputs":
-        """These Outputs without the leaves of observers."""
+        """These Outputs without the leaves that come before."""
         if not self.before:
             return self
         leaf_indices = range(self.before, len(self.folds))

@@ -113,10 +113,9 @@ def test_a_lazy_module_that_has_run_is_any_module():
 
 
 def test_a_lazy_parameter_is_converted_to_nothing():
-    text = "is a parameter of a lazy module, which has no shape yet. Run the module once before: with torch.no_grad(): module(x)."
     params = of_lazy()[2]
-    assert refusal(lambda: funcga.to_numpy(params)) == f"`tree['0.weight']` {text}"
-    assert refusal(lambda: funcga.compare(params, params)) == f"`0.weight` {text}"
+    for call in (lambda: funcga.to_numpy(params), lambda: funcga.compare(params, params)):
+        assert "uninitialized parameter" in refusal(call)
 
 
 def test_buffers_of_a_lazy_module():
@@ -176,6 +175,8 @@ REFUSED = {
     "a traced part": (
         lambda: torch_backend.pure_loss(nn.Sequential(nn.Tanh(), torch.jit.trace(nn.Linear(3, 1), X)), of_module),
         f"the part `1` of the module {SCRIPT}"),
+    "freezes": (lambda: accumulated(freezes, TWO), FREEZES),
+    "freezes, alone": (lambda: funcga.grad(freezes)(TWO, X), FREEZES),
     "freezes its module": (lambda: freezes_in_a_module(X, n=1), FREEZES),
 }  # fmt: skip
 
@@ -195,8 +196,6 @@ OF_TORCH = {
     "torch.func, compressed": (lambda: funcga.grad(of_rows)(RECORDED, X.to_sparse_csr()), "do not have strides"),
     "torch.func, nested": (lambda: funcga.grad(of_rows)(RECORDED, without_a_shape()), "support strides"),
     "freezes what is recorded": (lambda: freezes_in_a_module(X, detached=False), "a functorch transform"),
-    "freezes": (lambda: accumulated(freezes, TWO), "requires_grad=False"),
-    "freezes, alone": (lambda: funcga.grad(freezes)(TWO, X), "requires_grad=False"),
 }
 
 

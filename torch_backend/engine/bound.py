@@ -1,7 +1,7 @@
 """What becomes of the output of a loss: decided with the first loss of a structure, or of each
 window where outputs may differ, as an aux may.
 
-`window` is the engine's Window, of which a plan, the gradient and what observes it are set here.
+`window` is the engine's Window, of which a plan, the gradient and what watches it are set here.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from funcga._tools import load
 from funcga._types import Tree
 from torch_backend import graphs, trees
 from torch_backend.dtensor import is_dtensor
@@ -43,17 +42,15 @@ def _new_folding(window: Any, loss: torch.Tensor, aux: Tree) -> Folding:
     arguments, gradient = window.arguments, window.gradient
     indices, grads = window.plan.indices, trees_of(window)
     aux = trees.detached(aux, True)
-    observing: Any = None
-    if program.observers is not None:
-        observing = load("observe.in_torch", "observe=")
-        gradient = observing.observed_gradient(program, gradient, (loss, aux), grads, arguments)
-        window.gradient = gradient
+    if program.watch is not None:
+        of = program, gradient, arguments
+        gradient = window.gradient = program.watch.of_gradient(*of, (loss, aux), grads)
     outputs, leaves = program.bind(gradient.compose(loss, aux, grads), arguments)
     for index, tree in zip(indices, grads, strict=True):
         check_dense(tree, index, gradient)
     # The gradients follow the value, argument by argument. Without a value they come first.
     counts = [len(trees.flatten(tree)[0]) for tree in grads]
-    start = len(leaves) - sum(counts) if gradient.with_value else gradient.leaves_before
+    start = len(leaves) - sum(counts) if gradient.with_value else outputs.before
     ends = [*accumulate(counts, initial=start)]
     of_argument = dict(zip(indices, map(range, ends, ends[1:]), strict=True))
     beside = [leaf for leaf in range(len(leaves)) if not start <= leaf < ends[-1]]
@@ -63,10 +60,9 @@ def _new_folding(window: Any, loss: torch.Tensor, aux: Tree) -> Folding:
         return tuple([leaf for leaf in found if leaves[leaf] is not None])
 
     of_inputs = present(window.plan.whole)
-    if observing is not None:
-        arriving = dict(zip(of_inputs, window.arriving, strict=True))
-        window.observing = observing.Observing(gradient, arriving)
-        window.callback(window.observing.end)
+    if program.watch is not None:
+        window.watching = gradient.watch(dict(zip(of_inputs, window.arriving, strict=True)))
+        window.callback(window.watching.end)
     rest = gradient.compose(loss, aux, [() for _ in indices])
     folding = Folding(
         outputs,
@@ -77,7 +73,7 @@ def _new_folding(window: Any, loss: torch.Tensor, aux: Tree) -> Folding:
         with_loss=gradient.with_value,
         may_be_wide=window.own is None and not any(map(is_dtensor, window.inputs)),
     )
-    may_differ = gradient.has_aux or window.plan.moving or window.observing is not None
+    may_differ = gradient.has_aux or window.plan.moving or window.watching is not None
     dtype = None if may_differ or type(loss) is not torch.Tensor else loss.dtype
     if dtype is not None:
         window.plan = replace(window.plan, folding=folding, loss_dtype=dtype)
@@ -86,7 +82,7 @@ def _new_folding(window: Any, loss: torch.Tensor, aux: Tree) -> Folding:
 
 def with_gradients(program: Any, result: Tree, change: Callable[[Tree], Tree]) -> Tree:
     """The result of a window, (value, gradients), with its gradients changed."""
-    if program.observers is None:
+    if program.watch is None:
         value, grads = result
         return value, change(grads)
     before, (value, grads) = result

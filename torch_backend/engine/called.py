@@ -108,8 +108,8 @@ class Called:
         if self.pure:
             args, kwargs = self._constant_if_left_out(args, kwargs, weight)
         value = self._called(arguments, args, kwargs)
-        if program.observers is not None:
-            value = program.observers.readings(program, value, arguments).measured(value, weight)
+        if program.watch is not None:
+            value = program.watch.readings(program, value, arguments).measured(value, weight)
         if self.sums is None:
             outputs, leaves = program.bind(value, arguments)
             self.sums = self.empty(Folding(outputs, pure=self.pure))

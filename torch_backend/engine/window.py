@@ -81,7 +81,7 @@ class Window(ExitStack):
     writes = 0  # set after each pass: how much has been added to the `.grad`s
     begun = False  # whether each of the inputs has its sum as its `.grad`
     unreached = False  # whether a loss reached no leaf, though it should have
-    observing: Any = None  # set by `folding_of`, with the first loss: the tool's Observing
+    watching: Any = None  # set by `folding_of`, with the first loss: what measures the gradients
 
     def __init__(
         self,
@@ -231,8 +231,8 @@ class Window(ExitStack):
             sums.add_loss(loss.detach(), folding.loss_alone, weight, share)
             return
         values = self._rest(loss.detach(), aux, moving)
-        if self.observing is not None:
-            values.update(self.observing.measures(values, weight, seed))
+        if self.watching is not None:
+            values.update(self.watching.measures(values, weight, seed))
         sums.add(values, weight)
 
     def _add_gradients(
@@ -429,8 +429,8 @@ class Window(ExitStack):
         inputs = self.inputs
         if not all(map(_REQUIRES_GRAD, inputs)):
             raise switched_off()
-        if self.observing is not None:
-            self.observing.end()
+        if self.watching is not None:
+            self.watching.end()
         is_changed = [*map(_private.version, inputs)] != self.versions
         if ON and (is_changed or self.own is not None or self.visits is not None):
             unchanged.check(self)

@@ -23,7 +23,7 @@ class Report(NamedTuple):
     steps: float = 0
     weight: float = 0.0
     unit: float = 0.0  # of the weighted sums; 0 if nothing was weighed
-    rejected: float = 0  # micro-batches that are dropped
+    rejected: float = 0  # micro-batches that are left out
     numbers: tuple[float, ...] = ()  # sums that need no collective of their own, ROOM at most
 
 

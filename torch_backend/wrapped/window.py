@@ -23,8 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from funcga._backend import Backend
 from funcga._call import Program
 from funcga._call.arguments import Arguments
-from funcga._tools import load
-from funcga._types import Across, Array, GradFn, Scalar, Tree
+from funcga._types import Across, Array, Scalar, Tree
 from funcga.errors import FuncgaError
 from funcga.folds import mean
 from torch_backend import _private, arrays, trees
@@ -87,19 +86,6 @@ class WrappedGradient(ModuleGradient):
         in_turn = self.wrapper.replicas(program.across)
         return [Reduction(program.memory, replicas) for replicas in in_turn]
 
-    def check_counted(self, grad_fn: GradFn) -> None:
-        """Raises FuncgaError for a function around it, which is called for each micro-batch
-        alone.
-        """
-        if grad_fn is not self:
-            raise FuncgaError(
-                "totals= was given, and grad_fn is a function around module_value_and_grad, or "
-                "pipeline_value_and_grad: called by itself, that averages every micro-batch over "
-                f"the replicas of {self.wrapper.name}, where a sum is asked for. Pass the gradient "
-                "function itself, accumulate(gradient, n, totals=totals), and keyword arguments to "
-                "the step."
-            )
-
 
 class ModuleWindow(Window):
     """One window of a WrappedGradient: `fold` each micro-batch, and say which is the last; then
@@ -129,7 +115,7 @@ class ModuleWindow(Window):
         self.gradient.reached.add(True)  # `backward` asks it of each loss
         # Whether what is beside the gradients is added after the backward pass, which tells what
         # that is.
-        self.adds_late = program.dropping is not None or program.observers is not None
+        self.adds_late = program.skip is not None or program.watch is not None
         self.is_stream = not (program.n or program.microbatch_size)
         # Whether every pass reduces, for which it has to see each gradient.
         self.meets = self.wrapper.meets_in_every_pass
@@ -147,7 +133,7 @@ class ModuleWindow(Window):
             self.waiting = stack.enter_context(ExitStack())
             if self.wrapper.sync != "every":
                 self.waiting.enter_context(self.wrapper.waiting())
-            if self.program.dropping is not None:
+            if self.program.skip is not None:
                 self.statistics_before = buffers_of(self.module)
             self.push(stack.pop_all())
         return self
@@ -172,11 +158,11 @@ class ModuleWindow(Window):
         """Makes room for the output, with the first loss. Raises FuncgaError for what cannot be
         folded.
         """
-        known, dropping = self.plan.folding, self.program.dropping
+        known, skip = self.plan.folding, self.program.skip
         sums = super()._bind(loss, aux, moving)
         folding = sums.folding
-        if dropping is not None:
-            sums = load("dropping.in_torch", "drop=").DroppingSums(dropping, folding)
+        if skip is not None:
+            sums = skip.in_torch.SkippingSums(skip, folding)
         folds: list[Any] = [folding.outputs.folds[index] for index in folding.grads]
         if folding is not known:
             self._check(folds)
@@ -379,8 +365,8 @@ class ModuleWindow(Window):
                 loss, aux, objective = self.forward(args, named, scale)
                 self.sums = self.sums or self._bind(loss.detach(), aux, ())
                 self.backward(objective, 0.0)
-            if self.observing is not None:
-                self.observing.forget()
+            if self.watching is not None:
+                self.watching.forget()
             put_back(before)
 
     def result_without_microbatches(
@@ -428,16 +414,16 @@ class ModuleWindow(Window):
         replica.
         """
         sums: Any = self.sums
-        is_dropping = self.program.dropping is not None
+        may_skip = self.program.skip is not None
         with torch.no_grad():
             self.take_gradients()
-            if is_dropping:
+            if may_skip:
                 sums.look_at(local_tensors([sums.of[index] for index in sums.folding.grads]))
             # The wrapper has merged the gradients already.
             for merge in self.merges:
                 merge.merge()
-            if is_dropping:
-                sums.put_back_if_dropped(self.statistics_before)
+            if may_skip:
+                sums.put_back_if_rejected(self.statistics_before)
             elif not sums.steps:
                 raise nothing_to_fold()
             return sums.result()

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from funcga import normalizers
+from funcga._accumulate import TotalsFn
 from funcga._backend import Backend
 from funcga._call import Memory, Program, read_program, read_sizes
 from funcga._call.arguments import Arguments
@@ -22,7 +23,7 @@ from funcga._fold.outputs import Outputs
 from funcga._grad import GradientFunction, value_and_grad
 from funcga._replicas import step_of
 from funcga._tools import load
-from funcga._types import Across, Array, LossFn, Scalar, TotalsFn, Tree, WeightFn
+from funcga._types import Across, Array, LossFn, Scalar, Tree, WeightFn
 from funcga.errors import FuncgaError, check_callable
 from funcga.folds import Fold, FoldTree, concat
 

@@ -2,14 +2,16 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
+from funcga._accumulate import DropTest
 from funcga._backend import Arrays, Backend
 from funcga._call import Memory, Program
 from funcga._fold import LeafFold, as_number
 from funcga._fold.accumulator import Accumulation
 from funcga._fold.outputs import Outputs
-from funcga._types import Array, DropTest, Scalar, Tree
+from funcga._tools import load
+from funcga._types import Array, Scalar, Tree
 from funcga.errors import FuncgaError
 from funcga.tools.finite import finite
 
@@ -88,16 +90,7 @@ def dropping(program: Program, drop: str | None, drop_if: DropTest | None) -> Pr
     program.memory.options["drop="] = repr(drop)
     if drop_if is not None:
         program.memory.options["drop_if="] = "given"
-    return replace(program, dropping=DroppingStep(drop, drop_if, part))
-
-
-class Tested(NamedTuple):
-    """The leaves of an output that are tested, and whether a micro-batch of weight 0 adds
-    nothing to them.
-    """
-
-    leaf_indices: list[int]
-    are_weighted: bool
+    return replace(program, skip=DroppingStep(drop, drop_if, part))
 
 
 @dataclass(frozen=True)
@@ -108,9 +101,20 @@ class DroppingStep(Dropping):
 
     part: Callable[[Tree], Tree]
 
-    def tested(self, outputs: Outputs) -> Tested:
-        """The leaves to test in such outputs. Raises FuncgaError for a fold that cannot leave a
-        micro-batch out.
+    @property
+    def in_torch(self) -> Any:
+        """What drops in torch."""
+        return load("dropping.in_torch", "drop=")
+
+    @property
+    def in_jax(self) -> Any:
+        """What drops in JAX."""
+        return load("dropping.in_jax", "drop=")
+
+    def test_of(self, outputs: Outputs) -> Callable[[Sequence[Array], Scalar], bool | Array]:
+        """What tells by the leaves and the weight of a micro-batch whether it is folded: a bool, or
+        a 0-d array that the host does not see. Raises FuncgaError for a fold that cannot leave one
+        out.
         """
         # Observers collect a row for a dropped micro-batch, too.
         collected = [leaf_index for leaf_index in outputs.collected if leaf_index >= outputs.before]
@@ -129,15 +133,14 @@ class DroppingStep(Dropping):
             and backend.arrays.kind(dtypes[leaf_index]) in ("float", "complex")
         ]
         folds = [outputs.folds[leaf_index] for leaf_index in tested]
-        return Tested(tested, all(fold is not None and _is_linear(fold) for fold in folds))
+        are_weighted = all(fold is not None and _is_linear(fold) for fold in folds)
 
-    def keeps(
-        self, outputs: Outputs, tested: Tested, leaves: Sequence[Array], weight: Scalar
-    ) -> bool | Array:
-        """Whether a micro-batch is folded: a bool, or a 0-d array that the host does not see."""
-        value = None if self.test is None else outputs.value_of(leaves)
-        looked_at = [leaves[leaf_index] for leaf_index in tested.leaf_indices]
-        return self.is_kept(value, looked_at, weight, tested.are_weighted, outputs.backend)
+        def keeps(leaves: Sequence[Array], weight: Scalar) -> bool | Array:
+            value = None if self.test is None else outputs.value_of(leaves)
+            looked_at = [leaves[leaf_index] for leaf_index in tested]
+            return self.is_kept(value, looked_at, weight, are_weighted, backend)
+
+        return keeps
 
 
 def _is_linear(fold: LeafFold) -> bool:
@@ -211,6 +214,6 @@ def dropping_updates(
             "is not finite: its scale would never back off, and no window be an update. Leave drop "
             "out: it skips such windows itself."
         )
-    test_option = "None" if test is None else "given"
-    memory.options = {**memory.options, "drop=": repr(scope), "drop_if=": test_option}
+    memory.options["drop="] = repr(scope)
+    memory.options["drop_if="] = "None" if test is None else "given"
     return DroppingUpdates(scope, test)

@@ -37,7 +37,7 @@ def tested(
     def kept(*operands: Tree) -> tuple[Tree, Tally, jax.Array]:
         value, tally = run(*operands)
         leaves = outputs.leaves(value, "a later micro-batch")
-        keep = dropping.keeps(outputs, dropping.tested(outputs), leaves, tally.total)
+        keep = dropping.test_of(outputs)(leaves, tally.total)
         return value, tally, jnp.asarray(keep)
 
     def differentiable(*operands: Tree) -> tuple[Tree, Tally, jax.Array]:

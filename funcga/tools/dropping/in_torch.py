@@ -34,14 +34,14 @@ from torch_backend.sums import Folding, Sums
 NAN = float("nan")
 
 
-class DroppingSums(Sums):
+class SkippingSums(Sums):
     """Sums that a micro-batch is added to if it passes a test; `rejected` counts those that do
     not. Of a dropped micro-batch, observers collect NaN: nothing else is collected here.
     """
 
     def __init__(self, dropping: DroppingStep, folding: Folding):
         super().__init__(folding)
-        self.dropping, self.tested = dropping, dropping.tested(folding.outputs)
+        self.dropping, self.keeps = dropping, dropping.test_of(folding.outputs)
         self.kept: bool | torch.Tensor = True  # whether the last micro-batch was; set by `add`
         self.tried = 0  # micro-batches; set by `add`
         self.zeros: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
@@ -58,7 +58,7 @@ class DroppingSums(Sums):
         outputs, self.tried = self.folding.outputs, self.tried + 1
         # Leaves that DDP or FSDP sum are None, and are not tested.
         leaves = [values.get(index) for index in range(len(outputs.folds))]
-        keep = self.kept = self.dropping.keeps(outputs, self.tested, leaves, weight)
+        keep = self.kept = self.keeps(leaves, weight)
         if keep is True:
             super().add(values, weight)
             return
@@ -103,7 +103,7 @@ class DroppingSums(Sums):
         pairs = zip(self.state, before, strict=True)
         self.state = [selected(self.kept, *pair) for pair in pairs]
 
-    def put_back_if_dropped(self, before: Buffers) -> None:
+    def put_back_if_rejected(self, before: Buffers) -> None:
         """Gives buffers the values that they had `before`, if the window is dropped."""
         put_back(_selected_in(before, self.rejected == 0))
 
@@ -132,7 +132,7 @@ class DroppingSums(Sums):
         return trees.unflatten(structure, filled)
 
 
-class DroppingCalls(Called):
+class SkippingCalls(Called):
     """One window of grad_fn, of whose micro-batches some are left out.
 
     `module`: the one whose own parameters are differentiated. What it writes in the forward pass of
@@ -141,15 +141,15 @@ class DroppingCalls(Called):
 
     def __init__(self, module: nn.Module | None, program: Program, *args: Any):
         super().__init__(program, *args)
-        assert program.dropping is not None
-        self.module, self.dropping = module, program.dropping
+        assert program.skip is not None
+        self.module, self.dropping = module, program.skip
         self.statistics_before = buffers_of(self.module)
         # What hears collectives of the loss over the groups that gradients travel over.
         self.own_groups = [Listener(merge.replicas.group) for merge in self.merges]
 
     def empty(self, folding: Folding) -> Sums:
         """Sums that nothing is added to yet."""
-        return DroppingSums(self.dropping, folding)
+        return SkippingSums(self.dropping, folding)
 
     def counts(
         self, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: Scalar
@@ -164,8 +164,7 @@ class DroppingCalls(Called):
         generators = generator_states(devices)
         outputs, value = self.program.bind(self.grad_fn(*args, **kwargs), arguments)
         put_generator_states(devices, generators)
-        tested = self.dropping.tested(outputs)
-        keep: torch.Tensor = arrays.as_array(self.dropping.keeps(outputs, tested, value, weight))
+        keep: torch.Tensor = arrays.as_array(self.dropping.test_of(outputs)(value, weight))
         return keep if counts is None else keep & counts
 
     def fold(
@@ -185,7 +184,7 @@ class DroppingCalls(Called):
                 "one replica drops is a part of what the others have computed. Leave drop out; or "
                 "compute the loss of each replica's own rows."
             )
-        assert isinstance(self.sums, DroppingSums)
+        assert isinstance(self.sums, SkippingSums)
         put_back(_selected_in(statistics, self.sums.kept))
         if state:
             self.sums.keep_state(state)
@@ -209,8 +208,8 @@ class DroppingCalls(Called):
         result, sums = super().result(), self.sums
         assert sums is not None
         if self.dropping.scope == "window":
-            assert isinstance(sums, DroppingSums)
-            sums.put_back_if_dropped(self.statistics_before)
+            assert isinstance(sums, SkippingSums)
+            sums.put_back_if_rejected(self.statistics_before)
         return result
 
 

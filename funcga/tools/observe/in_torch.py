@@ -1,7 +1,6 @@
 """What observers are told of a window: each gradient is measured on its way to the accumulator."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 
@@ -46,42 +45,38 @@ def squared_norm(array: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return root.to(dtype).square_()
 
 
-@dataclass(frozen=True, eq=False)
-class ObservedGradient(GradientFunction):
+class ObservedGradient:
     """A gradient function whose output begins with what is measured of the gradient."""
 
-    inner: GradientFunction = field(kw_only=True)
-    readings: Readings = field(kw_only=True)
-    before: tuple[Array, ...] = field(kw_only=True)  # zeros in the place of what is measured
+    def __init__(self, inner: GradientFunction, readings: Readings, before: tuple[Array, ...]):
+        """`before`: zeros in the place of what is measured."""
+        self.inner, self.readings, self.before = inner, readings, before
 
-    @property
-    def leaves_before(self) -> int:
-        """How many leaves stand before the value and the gradient."""
-        return len(self.before)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
 
     def compose(self, loss: Array, aux: Tree, grads: Sequence[Tree]) -> Tree:
         """What is measured, zeros in its place, and what the gradient function returns."""
         return self.before, self.inner.compose(loss, aux, grads)
 
+    def watch(self, leaves: Mapping[int, torch.Tensor]) -> "Observing":
+        """What measures the gradients that come to these leaves."""
+        return Observing(self, leaves)
+
 
 def observed_gradient(
     program: Program,
     inner: GradientFunction,
+    arguments: Arguments,
     value: tuple[torch.Tensor, Tree],
     grads: Sequence[Tree],
-    arguments: Arguments,
 ) -> ObservedGradient:
     """A gradient function of a program, observed.
 
     `value` has a first loss and its aux, and `grads` are like the gradients.
     """
-    loss, aux = value
-    like = inner.compose(loss, aux, grads)
-    readings = program.observers.readings(program, like, arguments)
-    values = [getattr(inner, each.name) for each in fields(GradientFunction)]
-    return ObservedGradient(
-        *values, inner=inner, readings=readings, before=readings.placeholders(loss)
-    )
+    readings = program.watch.readings(program, inner.compose(*value, grads), arguments)
+    return ObservedGradient(inner, readings, readings.placeholders(value[0]))
 
 
 class Observing:

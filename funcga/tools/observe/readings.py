@@ -23,9 +23,8 @@ def observed(program: Program, observe: Tree) -> Program:
     """The program that returns (result, observation)."""
     observers = Observers(observe, program.grad_fn)
     if program.is_told:
-        names = [f"an Observer of ({each.fold.name})" for each in observers.all]
-        program.memory.options["observe="] = ", ".join(names)
-    return replace(program, observers=observers)
+        program.memory.options["observe="] = observers.name
+    return replace(program, watch=observers, epilogues=(*program.epilogues, observers.observed))
 
 
 class Observers:
@@ -53,6 +52,11 @@ class Observers:
         """
         return COUNTS, *[observer.fold for observer in self.all]
 
+    @property
+    def name(self) -> str:
+        """Their folds, in words: replicas have to observe alike."""
+        return ", ".join(f"an Observer of ({observer.fold.name})" for observer in self.all)
+
     def readings(self, program: Program, value: Tree, arguments: Arguments) -> "Readings":
         """The Readings of outputs like this value, which grad_fn has returned for the arguments;
         the step keeps the last ones.
@@ -74,9 +78,14 @@ class Observers:
             kept.readings = Readings(self, program.fold, value, gradient, backend)
         return kept.readings
 
+    def of_gradient(self, *args: Any) -> Any:
+        """A gradient function of torch, observed."""
+        return load("observe.in_torch", "observe=").observed_gradient(*args)
+
     def observed(
         self,
         program: Program,
+        backend: Backend,
         result: Tree,
         kwargs: dict[str, Tree],
         arguments: Arguments | None = None,
@@ -144,9 +153,9 @@ class Readings:
             [folds[leaf_index] for leaf_index in self.in_value]
         )
         # In double precision if a gradient is.
-        is_double = {"float64", "complex128"} & {
-            str(leaves[i].dtype).removeprefix("torch.") for i in self.in_value
-        }
+        is_double = any(
+            str(leaves[i].dtype).endswith(("float64", "complex128")) for i in self.in_value
+        )
         self.dtype = backend.arrays.as_dtype("float64" if is_double else "float32")
         self.groups = [_groups(observer, located) for observer in observers.all]
         # Whether every observer has one group of all leaves.
@@ -310,12 +319,13 @@ def _kind(folds: Sequence[Fold]) -> tuple[bool, str | None]:
     """(whether gradients are weighted sums, what divides them). Raises FuncgaError for other
     folds.
     """
-    kinds, are_means = set[tuple[bool, str | None]](), True
-    for reducer, normalizer in [(fold.plain.reducer, fold.plain.normalizer) for fold in folds]:
-        only_divides = normalizer.divides_by or normalizer.apply is normalizers.identity.apply
-        are_means &= reducer.additive and bool(only_divides)
-        kinds.add((reducer.linear, normalizer.divides_by))
-    if not are_means or len(kinds) != 1:
+    plain = [fold.plain for fold in folds]
+    kinds = {(fold.reducer.linear, fold.normalizer.divides_by) for fold in plain}
+    only_divide = all(
+        fold.normalizer.divides_by or fold.normalizer.apply is normalizers.identity.apply
+        for fold in plain
+    )
+    if not (only_divide and all(fold.reducer.additive for fold in plain)) or len(kinds) != 1:
         raise FuncgaError(
             "observe= was given, and the leaves of the gradient are folded by "
             f"{listed(sorted({f'({fold.name})' for fold in folds}))}: what is observed is how one "

@@ -30,9 +30,7 @@ class ObservedFolding(Folding):
             )
         super().__init__((self.observers.folds, fold), "params")
         self.before = len(self.observers.folds)
-        # Replicas have to observe alike.
-        observed = [f"an Observer of ({each.name})" for each in self.observers.folds[1:]]
-        self.options = {"observe=": ", ".join(observed)}
+        self.options = {"observe=": self.observers.name}  # replicas have to observe alike
 
     def __reduce__(self) -> Any:
         """Pickled without what was cached."""
@@ -42,9 +40,8 @@ class ObservedFolding(Folding):
         """The empty window for gradients like these params, and what a state has as `observed`
         before the first update: NaN, in the structure and dtypes of later observations.
         """
-        arrays = backend.arrays
-        leaves = filter(arrays.is_array, backend.trees.flatten(params)[0])
-        like = next(leaves, arrays.as_array(0.0))
+        arrays, leaves = backend.arrays, backend.trees.flatten(params)[0]
+        like = next(filter(arrays.is_array, leaves), arrays.as_array(0.0))
         value = self._readings(params, backend).placeholders(like), params
         window, _ = super().empty(value, backend)
         observe = lambda: self.readings.observation(*window.outputs.structure_of(window.finished()))

@@ -16,11 +16,12 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
+from funcga._accumulate import TotalsFn
 from funcga._backend import Backend
 from funcga._backend.dispatch import load_imported
 from funcga._call import Memory, Program, read_program, step_program
 from funcga._tools import load
-from funcga._types import GradFn, TotalsFn, Tree, WeightFn
+from funcga._types import GradFn, Tree, WeightFn
 from funcga.errors import FuncgaError, check_callable
 from funcga.folds import FoldTree, mean
 from funcga.tools.reports.tables import text_table

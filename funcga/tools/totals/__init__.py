@@ -10,12 +10,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from funcga import monoids
+from funcga._accumulate import TotalsFn
 from funcga._backend import Backend
 from funcga._call import Memory, Program, owner_of
 from funcga._call.arguments import CARRY, read_arguments
+from funcga._call.supported import MODULE
 from funcga._fold import Tally
 from funcga._replicas import Step, step_of
-from funcga._types import Array, GradFn, Namespace, Reduced, Scalar, TotalsFn, Tree
+from funcga._types import Array, GradFn, Namespace, Reduced, Scalar, Tree
 from funcga.errors import FuncgaError, check_callable
 from funcga.folds import Fold, sum
 from funcga.monoids import Monoid
@@ -114,8 +116,13 @@ class _Counting:
         totals: Totals = program.prologue
         in_axes = _without_carry(program.in_axes, backend)
         owner = owner_of(program.grad_fn)
-        if owner is not None:
-            owner.check_counted(program.grad_fn)
+        if owner not in (None, program.grad_fn) and owner.kind != MODULE:
+            raise FuncgaError(
+                "totals= was given, and grad_fn is a function around the gradient of "
+                f"{owner.kind}: called by itself, that averages every micro-batch over the "
+                "replicas, where a sum is asked for. Pass the gradient function itself, "
+                "accumulate(gradient, n, totals=totals), and keyword arguments to the step."
+            )
         across = program.across if owner is None else owner.merged_over(program.across)
         options = {**program.memory.options, "totals=": "given, and counted first"}
         self.program = replace(
@@ -130,8 +137,8 @@ class _Counting:
             memory=Memory(totals.step, options),
             prologue=None,
             epilogues=(),
-            observers=None,
-            dropping=None,
+            watch=None,
+            skip=None,
         )
 
 

@@ -29,10 +29,10 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from funcga._accumulate import accumulate
+from funcga._accumulate import TotalsFn, accumulate
 from funcga._call import owner_of, step_program
 from funcga._grad import GradientFunction
-from funcga._types import GradFn, TotalsFn, Tree, WeightFn
+from funcga._types import GradFn, Tree, WeightFn
 from funcga.errors import FuncgaError, check_count
 from funcga.folds import FoldTree, mean
 from funcga.tools.coupled import Coupled

@@ -239,7 +239,7 @@ REFUSED = {
     "vmap": ((lambda group: torch.func.vmap(module_value_and_grad(ddp(group, made()), mean_square))(*rows(group)),),
         "module_value_and_grad runs .backward() on the module's own parameters, which can be neither compiled nor "
         f"transformed by torch.func. Compile the module, or loss_fn; inside of a transform use {PURE}."),
-    "totals": ((around_with_totals,), "averages every micro-batch over the replicas of DistributedDataParallel, where a"),
+    "totals": ((around_with_totals,), "averages every micro-batch over the replicas, where a sum is asked for"),
     "half loss": ((half_loss, torch.Tensor), "the loss is bfloat16[], which may not hold the weight 257. Return a loss in"),
     "half loss, device": ((half_loss, Unseen), "the loss is bfloat16[], which may not hold the weight 257"),
     "16 bits, ddp": ((half, "ddp"), NARROW.format("DistributedDataParallel", "Keep the parameters in float32, with "
