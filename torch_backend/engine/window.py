@@ -51,9 +51,9 @@ class Window(ExitStack):
 
     `leaves` last as long, and `inputs` are these in order. Arguments that are split have leaves of
     their own in each micro-batch, `moving`. `plan`: the one that is known, or a new one, which the
-    first loss completes. `visit`: the context that the loss is called in; `versions`: those of the
-    leaves, which nobody may write to; `watch` looks at modules that run in backward passes. All of
-    these are set on entering, and:
+    first loss completes. `versions`: those of the leaves, which nobody may write to. `watch` looks
+    at modules that run in backward passes, if it is not None. All of these are set on entering,
+    and:
     """
 
     visits: Visit | None = None  # the visit of a pure_loss to its module
@@ -66,7 +66,6 @@ class Window(ExitStack):
     may_communicate = False  # whether other processes may wait for each backward pass
     # Whether no pass is restricted to the leaves, as what wraps a module has hooks elsewhere.
     runs_whole = False
-    watches = ON  # whether modules are looked at that run in backward passes
     may_fuse = True  # whether nothing else has to see the gradients of the present pass
     # Where Distributed merges the sums over replicas.
     merged: Callable[[Sums], Tree] | None = None
@@ -78,7 +77,6 @@ class Window(ExitStack):
     # and their share is exact, so that sums in this unit are means: nothing is left to divide.
     even: tuple[float, float] | None = None
     hooked = False  # whether a leaf has hooks of the user's; set by `_bind`
-    takes_weights = False  # whether the cotangent of a pass may be a weight; set by `_bind`
     share: float | None = None  # of all micro-batches, in such a window; set by `_bind`
     writes = 0  # set after each pass: how much has been added to the `.grad`s
     begun = False  # whether each of the inputs has its sum as its `.grad`
@@ -138,7 +136,7 @@ class Window(ExitStack):
                 self.noted = partial(recompute.noted, seen, inputs)
             elif keeps_parameters:
                 seen = None
-            self.watch = recompute.Watch(seen, inputs, plan.on_host, keeps_parameters)
+            self.watch: Any = recompute.Watch(seen, inputs, plan.on_host, keeps_parameters)
             self.versions = [*map(_private.version, inputs)]
             self.push(stack.pop_all())
         return self
@@ -295,7 +293,9 @@ class Window(ExitStack):
         cotangent = torch.full_like(loss, seed, requires_grad=False)
         watch, hooks, task = self.watch, _private.FORWARD_PRE_HOOKS, None
         try:
-            if self.watches:  # a module that runs in the backward pass has the right parameters
+            if (
+                ON and watch is not None
+            ):  # a module that runs in the backward pass has the right parameters
                 watch.custom, hooks[watch] = not inputs, watch.check
                 if not watch.on_host:
                     task = watch.task_of(loss)
@@ -324,7 +324,8 @@ class Window(ExitStack):
 
     def _takes(self, seed: float, dtype: torch.dtype) -> bool:
         """Whether the cotangent of a pass may be this weight."""
-        return self.takes_weights and arrays.represents_exactly(dtype, seed)
+        may_weigh = self.plan.takes_weights and not (self.plan.autocast or self.hooked)
+        return may_weigh and arrays.represents_exactly(dtype, seed)
 
     # --- what becomes of the output
 
@@ -335,12 +336,11 @@ class Window(ExitStack):
         plan = self.plan
         # Hooks that the loss itself has put on leaves are there for all micro-batches.
         self.hooked = any(map(_private.has_hooks, self.inputs))
-        self.takes_weights = plan.takes_weights and not (plan.autocast or self.hooked)
         is_known = loss.dtype is plan.loss_dtype and type(loss) is torch.Tensor
         sums = Sums(plan.folding if is_known else bound.folding_of(self, loss, aux))
         folding = sums.folding
         are_means = folding.lends and folding.are_weighted and not folding.normalized
-        if self.even and are_means and self.takes_weights:
+        if self.even and are_means and self._takes(self.even[1], loss.dtype):
             sums.unit, self.share = self.even
         self.held = [None] * len(self.inputs)
         if folding.lends and folding.wide:

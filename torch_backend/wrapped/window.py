@@ -98,7 +98,7 @@ class ModuleWindow(Window):
     they meet before such, unless nothing of the user's has run since they met.
     """
 
-    may_communicate, watches = True, False
+    may_communicate = True
     is_weighted = False  # whether the fold weighs gradients; set with the first loss
     seed = 0.0  # the cotangent of the present pass; set before it
     # The loss and the cotangent of a backward pass that has yet to run; set for each micro-batch.
@@ -127,6 +127,7 @@ class ModuleWindow(Window):
             stack.enter_context(explained())
             stack.enter_context(self.wrapper.window())
             super().__enter__()
+            self.watch = None  # FSDP has other parameters in a module than the leaves
             self.outside = partial(self._synchronised, self.outside)
             stack.enter_context(gradients_aside(self.wrapper.leaves().values()))
             # Until the last micro-batch is known to be the last, no pass synchronises.
