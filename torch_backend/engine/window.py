@@ -340,7 +340,8 @@ class Window(ExitStack):
         sums = Sums(plan.folding if is_known else bound.folding_of(self, loss, aux))
         folding = sums.folding
         are_means = folding.lends and folding.are_weighted and not folding.normalized
-        if self.even and are_means and self._takes(self.even[1], loss.dtype):
+        may_weigh = plan.takes_weights and not (plan.autocast or self.hooked)
+        if self.even and are_means and may_weigh:
             sums.unit, self.share = self.even
         self.held = [None] * len(self.inputs)
         if folding.lends and folding.wide:
