@@ -27,7 +27,7 @@ from torch_backend import _private, arrays, trees
 from torch_backend.dtensor import devices_of_rows, is_dtensor, local_rows
 from torch_backend.engine.alone import value_of
 from torch_backend.engine.called import Called
-from torch_backend.engine.distributed import window_of
+from torch_backend.engine.distributed import Distributed
 from torch_backend.engine.leaves import Own
 from torch_backend.engine.plan import Plan, Plans, call_key
 from torch_backend.engine.window import Window
@@ -252,7 +252,7 @@ class Source:
         if gradient is not None and program.skip is None:
             window = program, gradient, backend, arguments, plan, own
             if self.is_distributed:
-                return window_of(*window, merge=next(iter(merges), None))
+                return Distributed(next(iter(merges), None), *window)
             return Window(*window)
         function, records = program.grad_fn, gradient is not None
         if isinstance(function, GradientFunction):

@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any, Self
 
 import torch
-import torch.distributed as dist
 
 from funcga._call import Program
 from funcga._call.arguments import Arguments
@@ -26,10 +25,13 @@ from torch_backend.sums import Folding, Sums
 
 
 class Distributed(Window):
-    """A window that may be merged over replicas, by `merge`, which is set before it is entered."""
+    """A window that may be merged over replicas, by `merge`."""
 
     may_communicate = True
-    merge: Reduction | None = None
+
+    def __init__(self, merge: Reduction | None, *window: Any):
+        super().__init__(*window)
+        self.merge = merge
 
     def __enter__(self) -> Self:
         self.listener = Listener()  # from here on the window hears collectives
@@ -117,12 +119,3 @@ def with_a_blank_row(arguments: Arguments) -> Arguments:
                 leaves[index] = leaves[index].new_zeros(shape)
         parts.append(part._replace(leaves=leaves))
     return replace(arguments, parts=tuple(parts))
-
-
-def window_of(*window: Any, merge: Reduction | None = None) -> Window:
-    """A window of a gradient that autograd computes, with what a Window is made of."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return Window(*window)
-    distributed = Distributed(*window)
-    distributed.merge = merge
-    return distributed

@@ -293,9 +293,8 @@ class Window(ExitStack):
         cotangent = torch.full_like(loss, seed, requires_grad=False)
         watch, hooks, task = self.watch, _private.FORWARD_PRE_HOOKS, None
         try:
-            if (
-                ON and watch is not None
-            ):  # a module that runs in the backward pass has the right parameters
+            if ON and watch is not None:
+                # A module that runs in the backward pass has the right parameters.
                 watch.custom, hooks[watch] = not inputs, watch.check
                 if not watch.on_host:
                     task = watch.task_of(loss)
