@@ -75,7 +75,7 @@ class WrappedGradient(ModuleGradient):
 
     def window(self, program: Program, *others: Any) -> Window:
         """One window of a program with this gradient function, as a Window is made of it."""
-        return ModuleWindow(self, program, *others)
+        return WrappedWindow(self, program, *others)
 
     def merged_over(self, across: Across) -> Across:
         """The wrapper's own replicas: its process groups, one after the other."""
@@ -87,7 +87,7 @@ class WrappedGradient(ModuleGradient):
         return [Reduction(program.memory, replicas) for replicas in in_turn]
 
 
-class ModuleWindow(Window):
+class WrappedWindow(Window):
     """One window of a WrappedGradient: `fold` each micro-batch, and say which is the last; then
     take the `result`.
 

@@ -32,7 +32,7 @@ from torch_backend.reduce import Reduction
 from torch_backend.reduce.header import nothing_to_fold
 from torch_backend.replicas import Replicas, channel_of, check_alike
 from torch_backend.wrapped.ddp import DDP
-from torch_backend.wrapped.window import ModuleWindow, WrappedGradient
+from torch_backend.wrapped.window import WrappedWindow, WrappedGradient
 
 Values = list[tuple[torch.Tensor, Tree]]  # the loss and the aux of each micro-batch
 
@@ -52,7 +52,7 @@ class Microbatch(NamedTuple):
         return self.args[:-1]
 
 
-class PipelineWindow(ModuleWindow):
+class ScheduledWindow(WrappedWindow):
     """A window of a PipelineGradient: `fold` each micro-batch, then take the `result`."""
 
     def __init__(self, owner: "PipelineGradient", program: Program, *others: Any):
@@ -329,9 +329,9 @@ class PipelineGradient(WrappedGradient):
             check_not_wrapped(self.module)
         super().prepare()
 
-    def window(self, program: Program, *others: Any) -> PipelineWindow:
+    def window(self, program: Program, *others: Any) -> ScheduledWindow:
         """One window of a program with this gradient function."""
-        return PipelineWindow(self, program, *others)
+        return ScheduledWindow(self, program, *others)
 
     def reductions(self, program: Program) -> list[Reduction]:
         """What lets the processes with the stages meet, then what merges over replicas."""
