@@ -32,7 +32,7 @@ from torch_backend.reduce import Reduction
 from torch_backend.reduce.header import nothing_to_fold
 from torch_backend.replicas import Replicas, channel_of, check_alike
 from torch_backend.wrapped.ddp import DDP
-from torch_backend.wrapped.window import WrappedWindow, WrappedGradient
+from torch_backend.wrapped.window import WrappedGradient, WrappedWindow
 
 Values = list[tuple[torch.Tensor, Tree]]  # the loss and the aux of each micro-batch
 
