@@ -77,8 +77,9 @@ def optim_step(state, client, lr):
     params, optimizers[index] = funcga.transforms.apply(adamw(lr), grads, optimizers[index], params)
     where = torch.tensor([index])
     adapters = {name: value.index_copy(0, where, params[name][None]) for name, value in state["adapters"].items()}
-    emptied = tuple(leaf.index_fill(0, where, 0) for leaf in state["window"].leaves)
-    return {"adapters": adapters, "window": state["window"]._replace(leaves=emptied), "optimizers": optimizers}
+    empty, held = lambda leaf: leaf.index_fill(0, where, 0), state["window"].accumulated
+    emptied = {"grads": {name: empty(leaf) for name, leaf in held["grads"].items()}, "tokens": empty(held["tokens"])}
+    return {"adapters": adapters, "window": state["window"]._replace(accumulated=emptied), "optimizers": optimizers}
 
 
 def served(state, requests):

@@ -192,7 +192,7 @@ THEIRS = {
     "no arguments": (lambda kit, x: lambda: stream(of_batch)(), ValueError, "not enough values"),
     "no state": (lambda kit, x: lambda: funcga.Accumulator().update(None, x), AttributeError, "tally"),
     "a value as a state": (lambda kit, x: lambda: funcga.Accumulator().finalize(x), AttributeError, "tally"),
-    "parts of a fold": (folded(lambda x: x.sum(), funcga.Fold(funcga.reducers.concat, None)), AttributeError, "monoid|reducer|axis"),
+    "parts of a fold": (folded(lambda x: x.sum(), funcga.Fold(funcga.reducers.concat, None)), AttributeError, "'function' object has no attribute"),
     "weights of nothing": (streamed(lambda x: [x], in_axes=(None, None), weight=lambda x: 1), TypeError, "missing 1 required"),
 }  # fmt: skip
 

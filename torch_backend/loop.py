@@ -70,8 +70,8 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
         if job.weight is not None:
             weights = weights_of(job, arguments, cuts, devices)
         with source.window(arguments, plan) as window:
-            arguments, kwargs = window.prepared(arguments, kwargs)
-            result = run_window(window, arguments, kwargs, cuts, devices, weights)
+            arguments, named = window.prepared(arguments, kwargs)
+            result = run_window(window, arguments, named, cuts, devices, weights)
         if cuts and key is not None and window.plan is not plan:
             new = window.plan.with_cuts(arguments, cuts, devices)
             program.memory.keep(Plans).put(key, new)

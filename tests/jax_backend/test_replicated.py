@@ -232,7 +232,9 @@ def test_replicas_that_drifted_apart():
         params,
         "data",
     )
-    check_refused("`params['w'][0]` (and 1 more)", funcga.check_replicas, {**params, "x": apart()}, "data")
+    check_refused(
+        "`params['w'][0]` is not the same on all replicas", funcga.check_replicas, {**params, "x": apart()}, "data"
+    )
     check_refused("`params`", funcga.check_replicas, apart(value=-0.0, where=0) * 1 + apart(value=np.nan), ("data",))
     check_refused("cpu:1 and cpu:3", funcga.check_replicas, apart(P("model"), grid(), where=3), "data")
     funcga.check_replicas(apart(P("data"), grid(), where=3), "data")  # copies along model alone

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from funcga._backend import Backend
+from funcga._backend.dispatch import load_imported
 from funcga._call import Memory, Program, owner_of
 from funcga.errors import FuncgaError
 from funcga.tools.plan import planned, side
@@ -24,6 +25,8 @@ class Search:
 
     def __init__(self, program: Program):
         self.program = program
+        # Imported now, as torch.compile cannot trace an import.
+        self.sides = {backend.name: side(backend) for backend in load_imported()}
         self.fitted: dict[Any, int] = {}
         self.programs: dict[int, Program] = {}
 
@@ -31,7 +34,7 @@ class Search:
         self, backend: Backend, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[int, Any]:
         """(n, the result). Raises what the framework raises if not even one row at a time fits."""
-        if side(backend).is_compiling():
+        if (self.sides.get(backend.name) or side(backend)).is_compiling():
             raise FuncgaError(
                 'n="auto" tries sizes out when it is called, which cannot be done in a program '
                 "that is being compiled. "
