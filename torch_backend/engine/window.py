@@ -432,9 +432,9 @@ class Window(ExitStack):
             raise switched_off()
         if self.watching is not None:
             self.watching.end()
-        is_changed = [*map(_private.version, inputs)] != self.versions
-        if ON and (is_changed or self.own is not None or self.visits is not None):
-            unchanged.check(self)
+        is_written = [*map(_private.version, inputs)] != self.versions
+        if ON and (is_written or self.own is not None or self.visits is not None):
+            unchanged.check(self, is_written)
         if self.unreached and not self.gradient.reached:
             raise self.gradient.unreached(self.plan.count)
 

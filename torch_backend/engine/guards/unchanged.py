@@ -8,11 +8,14 @@ from funcga.errors import FuncgaError
 from torch_backend import _private
 
 
-def check(window: Any) -> None:
-    """Raises FuncgaError if a Window has changed a parameter, or the module."""
-    own, visits, inputs = window.own, window.visits, window.inputs
-    pairs = zip(inputs, window.versions, strict=True)
-    written_to = {id(leaf) for leaf, version in pairs if _private.version(leaf) != version}
+def check(window: Any, is_written: bool) -> None:
+    """Raises FuncgaError if a Window has changed a parameter, or the module. `is_written`: whether
+    a leaf was written to.
+    """
+    own, visits, written_to = window.own, window.visits, set[int]()
+    for leaf, version in zip(window.inputs, window.versions, strict=True) if is_written else ():
+        if _private.version(leaf) != version:
+            written_to.add(id(leaf))
     if written_to and own is not None:
         for layer in own.module.modules():  # which may shorten rows themselves
             if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.max_norm is not None:
