@@ -71,8 +71,9 @@ class GradientFunction:
             arg_indices = self.arg_indices(len(args))
             if counts:
                 _EVALUATIONS.count += 1
-            # Read outside of the transform, in which the host sees no numbers.
-            scale, kwargs = self.read_scale(kwargs, backend)
+            scale = None
+            if self.scaled:  # read outside of the transform, in which the host sees no numbers
+                scale, kwargs = self.read_scale(kwargs, backend)
 
             @functools.wraps(self.loss_fn, updated=())
             def objective(*args: Any, **kwargs: Any) -> tuple[Array, tuple[Array, Tree]]:

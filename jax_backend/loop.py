@@ -159,7 +159,7 @@ def _evaluate(
     that is known. Where it is watched, the output is (placeholders for what is measured, output).
     """
     args, backend = arguments.cut(start, size, state, narrow), arguments.backend
-    tally, remake, grad_fn = None, lambda leaf: leaf, program.grad_fn
+    tally, remake, grad_fn = None, None, program.grad_fn
     # Each micro-batch weighs its rows, unless some may be left out.
     if size is None or program.weight is not None or program.skip is not None:
         weight = program.weigh(arguments, args, size)
@@ -169,8 +169,9 @@ def _evaluate(
         is_seen = isinstance(weight, int | float)
         if program.weight is not None and not is_seen and program.weighs_all(backend):
             remake = partial(_constant_if_weightless, tally.total)
-    # tree.map also copies containers into the running trace, to which an object of nnx belongs.
-    args, kwargs = jax.tree.map(remake, (args, kwargs))
+    # This also copies containers into the running trace, to which an object of nnx belongs.
+    leaves, structure = jax.tree.flatten((args, kwargs))
+    args, kwargs = jax.tree.unflatten(structure, map(remake, leaves) if remake else leaves)
     whole = [arg for arg, part in zip(args, arguments.parts, strict=True) if not part.axes]
     # Those of other libraries work unchanged.
     if isinstance(grad_fn, GradientFunction):

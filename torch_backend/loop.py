@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from funcga._backend import Backend
-from funcga._call import Memory, Program
+from funcga._call import Program
 from funcga._call.arguments import Arguments, groups, starts
 from funcga._call.supported import MODULE
 from funcga._fold import weight_on_host
@@ -216,7 +216,6 @@ class Source:
     gradient: GradientFunction | None = None
     own: Own | None = None
     wrapped: Any = None  # a WrappedGradient, or that of a pipeline
-    module: nn.Module | None = None
     params: dict[str, nn.Parameter] | None = None
     compiled: Any = None
 
@@ -227,15 +226,19 @@ class Source:
             program = program if self.compiled is None else self.compiled.program_of(program)
         grad_fn, self.program, self.backend = program.grad_fn, program, backend
         self.is_distributed = _HAS_PROCESSES and dist.is_initialized()
-        if self.is_distributed:
-            check_unwrapped(grad_fn, program.memory)
+        if self.is_distributed and Plans not in program.memory.kept:
+            # Gradients of a wrapped module that a loss uses would be reduced by nobody. Once a step
+            # is seen to use none, it is not looked at again.
+            for module in modules_in(grad_fn):
+                check_not_wrapped(module)
+            program.memory.keep(Plans)
         self.may_be_short = program.across is not None
         if isinstance(grad_fn, ModuleGradient):
             grad_fn.check_not_traced()
             if grad_fn.kind != MODULE:
                 self.wrapped, self.may_be_short = grad_fn, True
             self.own, self.gradient = grad_fn.own_in(program.memory), grad_fn.parts
-            self.module, self.params, _ = self.own
+            self.params = self.own.params
         elif isinstance(grad_fn, GradientFunction) and not arrays.in_transform():
             self.gradient = grad_fn
 
@@ -264,7 +267,7 @@ class Source:
         called = program, function, arguments, gradient, merges, records
         if program.skip is None:
             return Called(*called)
-        return program.skip.in_torch.SkippingCalls(self.module, *called)
+        return program.skip.in_torch.SkippingCalls(own and own.module, *called)
 
 
 def _compiled() -> Any:
@@ -272,21 +275,6 @@ def _compiled() -> Any:
     with suppress(ModuleNotFoundError):
         return import_module("funcga.tools.compiled.in_torch")
     return None
-
-
-def check_unwrapped(grad_fn: GradFn, memory: Memory) -> None:
-    """Raises FuncgaError for a loss that uses a wrapped module: it would get gradients that
-    nobody reduces.
-    """
-    # Once a step is seen to use none, it is not looked at again.
-    if _NotWrapped not in memory.kept:
-        for module in modules_in(grad_fn):
-            check_not_wrapped(module)
-        memory.keep(_NotWrapped)
-
-
-class _NotWrapped:
-    """Kept by a step whose gradient function was seen to use no wrapped module."""
 
 
 def cut(

@@ -258,8 +258,13 @@ def read_program(
     if weight is not None:
         check_callable(weight, "weight", 'lambda batch: (batch["labels"] != -100).sum()')
     owner = owner_of(grad_fn)
-    if in_axes is None:
-        in_axes = _default_in_axes(grad_fn)
+    # By default a step splits what the step inside of it does, and all arguments of a gradient with
+    # parameters of its own.
+    for layer in _layers(grad_fn) if in_axes is None else ():
+        inner = step_program(layer)
+        if inner is not None or isinstance(layer, OwningGradient):
+            in_axes = 0 if inner is None else inner.in_axes
+            break
     # Imported now, as torch.compile may trace the first call.
     import_backends()
     step = None if across is None else step_of(grad_fn)
@@ -291,20 +296,6 @@ def owner_of(grad_fn: GradFn) -> OwningGradient | None:
     is none.
     """
     return next((layer for layer in _layers(grad_fn) if isinstance(layer, OwningGradient)), None)
-
-
-def _default_in_axes(grad_fn: GradFn) -> Tree:
-    """The in_axes of a step that has none; None passes the first argument whole, and splits the
-    others.
-    """
-    for layer in _layers(grad_fn):
-        # With parameters of its own all arguments are split.
-        if isinstance(layer, OwningGradient):
-            return 0
-        step = step_program(layer)
-        if step is not None:
-            return step.in_axes
-    return None
 
 
 def _layers(grad_fn: GradFn) -> Iterator[GradFn]:

@@ -74,12 +74,20 @@ class Arguments:
         Raises FuncgaError if they differ, if there are none (unless `may_be_empty`), or if a
         leaf lacks the axis.
         """
-        # Keyed by the index of the leaf, so that an error can name it.
-        sizes = {
-            leaf_index: self._rows_of(leaf_index, leaf, axis)
-            for leaf_index, (leaf, axis) in enumerate(self)
-            if isinstance(axis, int) and leaf is not None
-        }
+        sizes, arrays = dict[int, int](), self.backend.arrays  # by the index of the leaf
+        for leaf_index, (leaf, axis) in enumerate(self):
+            if not isinstance(axis, int) or leaf is None:
+                continue
+            try:
+                shape = leaf.shape if arrays.is_array(leaf) else ()
+                sizes[leaf_index] = shape[axis]
+            except (IndexError, RuntimeError):  # nested tensors of the old kind have no shape
+                raise FuncgaError(
+                    f"`{self.path(leaf_index)}` is {arrays.describe(leaf)}: it has no axis {axis} "
+                    f"to split. Only {self.backend.name} arrays are split: convert it, make it a "
+                    "tree of arrays, or pass it whole: in_axes with None in its place, or by "
+                    "keyword. A DataLoader is folded by stream."
+                ) from None
         if not sizes:
             raise FuncgaError(
                 "no argument is split, so there are no rows to make micro-batches of. By default "
@@ -95,27 +103,13 @@ class Arguments:
                     f"{rows} and `{self.path(leaf_index)}` has {size}; micro-batches cut all of "
                     "them alike. Pass what has no rows whole: in_axes with None in its place."
                 )
-        self._check_examples(rows)
+        if any(len(part.leaves) > 1 for part in self.parts):
+            self._check_examples(rows)
         if rows == 0 and not may_be_empty:
             raise FuncgaError(
                 f"the batch has 0 rows (`{self.path(first)}` is empty): there is nothing to fold."
             )
         return rows
-
-    def _rows_of(self, leaf_index: int, leaf: Any, axis: int) -> int:
-        """How many rows a leaf has along its axis."""
-        arrays = self.backend.arrays
-        try:
-            if arrays.is_array(leaf):
-                return leaf.shape[axis]  # type: ignore[no-any-return]
-        except (IndexError, RuntimeError):  # nested tensors of the old kind have no shape
-            pass
-        raise FuncgaError(
-            f"`{self.path(leaf_index)}` is {arrays.describe(leaf)}: it has no axis {axis} to "
-            f"split. Only {self.backend.name} arrays are split: convert it, make it a tree of "
-            "arrays, or pass it whole: in_axes with None in its place, or by keyword. A DataLoader "
-            "is folded by stream."
-        )
 
     def _check_examples(self, rows: int) -> None:
         """Raises FuncgaError if all that is split are lists of arrays alike: these are examples,
