@@ -20,8 +20,8 @@ MOST = {
     "tokens of packs": 1_200,
     "attributes of a class": 25,
     "fmt: skip": 0,
-    "Any": 650,
-    "getattr": 100,
+    "Any": 680,
+    "getattr": 105,
     "files of tests that import what is private": 15,
 }
 # Functions entered, calls of them, and files that they are in.
