@@ -206,11 +206,11 @@ DIVIDED = {
     "n": divided_in_a_closure(),
     "n ": lambda p, x, y, n=4: regression(p, x, y) / n,
     "num_micro": divided_in_a_helper(),
+    "4": lambda p, x, y: regression(p, x, y) / 4,
 }
 
 # (loss, options, what the note says): right, though a number equals n.
 EQUAL_TO_N = [
-    (lambda p, x, y: regression(p, x, y) / 4, N4, "`/ 4`"),
     (lambda p, x, y: 0.25 * regression(p, x, y), N4, "`* 0.25`"),
     (lambda p, x, y: regression(p, x, y) / k, N4, "`/ k`"),
     (lambda p, x, y: regression(p, x, y) / clock.steps, N4, "`/ clock.steps`"),

@@ -6,6 +6,7 @@ a copy of the function; the user's own objects are not changed.
 """
 
 import copy
+import dis
 import inspect
 import re
 import types
@@ -37,7 +38,7 @@ def divided_by_n(case: Case) -> Iterator[Answer]:
     leaves = [i for i in nonzero if i in gradients] or nonzero
     n = case.counts[0] if len(case.counts) == 1 else None
     found = numbers(partial(probe.grad_fn, **probe.kwargs), n) if leaves else ()
-    for number in sorted(found, key=lambda number: number.is_chance):
+    for number in sorted(found, key=lambda number: number.doubt):
         step = probe.with_attributes(grad_fn=number.doubled).raw_step()
         # The number was the length of something, and the function fails with another.
         try:
@@ -53,12 +54,16 @@ def divided_by_n(case: Case) -> Iterator[Answer]:
 
 
 def _answer(case: Case, leaves: list[int], number: "Number", factor: float) -> Answer:
-    """The cause, or a note if the number may stand for something else."""
-    name, value = number.name, number.value
+    """The cause, or a note if the number may stand for something else, such as the size of an axis
+    of the batch.
+    """
+    probe, name, value = case.probe, number.name, number.value
     operation = f"{'/' if value > 1 else '*'} {name}"
-    if number.is_chance:
+    split = [leaf for leaf, axis in probe.arguments if isinstance(axis, int) and leaf is not None]
+    is_a_size = any(value in leaf.shape for leaf in split)
+    if number.doubt == 2 or (number.doubt == 1 and is_a_size):
         return note("factor", operation=operation)
-    is_summed = any(case.probe.folds[i].normalizer.divides_by is None for i in leaves)
+    is_summed = any(probe.folds[i].normalizer.divides_by is None for i in leaves)
     key = "divided by n: summed" if is_summed else "divided by n"
     words = {"name": name, "value": value, "twice": 2 * value, "factor": factor}
     return cause(key, operation=operation, **words)
@@ -70,18 +75,18 @@ def _answer(case: Case, leaves: list[int], number: "Number", factor: float) -> A
 class Number(NamedTuple):
     """A number that a function reads, and a copy of the function in which it is doubled.
 
-    is_chance: whether it merely equals n, and its name does not say that it is the number of
-    micro-batches.
+    doubt: 0 if the name says that it is the number of micro-batches; 1 if the name, or where it
+    stands, is usual for it; 2 if it merely equals n.
     """
 
     name: str
     value: float
     doubled: Any
-    is_chance: bool
+    doubt: int
 
 
-# The names of a count of micro-batches whatever its value; of what is one if its value is the n
-# that is asked for; and of what may be one then.
+# A count of micro-batches whatever its value; what is one if its value is the n that is asked for,
+# unless the batch has this size as well; and what may be one then.
 _SURE = re.compile(
     r"accum|micro_?b|num_micro|n_micro|grad_?steps|grad_?acc|(^|_)acc_?steps|(^|_)ga_?steps|update_?freq|every_?k|"
     r"iter_?size|virtual_?batch",
@@ -106,9 +111,9 @@ def numbers(
     """
     number = _number(value)
     if number is not None:
-        is_chance = _is_chance(name, number, n)
-        if is_chance is not None:
-            yield Number(name, number, 2 * value, is_chance)
+        doubt = _doubt(name, number, n)
+        if doubt is not None:
+            yield Number(name, number, 2 * value, doubt)
         return
     if depth > _DEPTH:
         return
@@ -116,7 +121,7 @@ def numbers(
         for found in numbers(part, n, label, reader, depth + 1):
             yield found._replace(doubled=put(found.doubled))
     if isinstance(value, types.FunctionType) and n and not _is_library(value.__module__):
-        yield from _literals(value, n)
+        yield from _literals(value, n, is_called=code is not None)
 
 
 def _is_library(module: object) -> bool:
@@ -135,19 +140,21 @@ def _number(value: Any) -> float | None:
         return None
 
 
-def _is_chance(name: str, number: float, n: int | None) -> bool | None:
-    """Whether a number that equals n may stand for something else; None if it is not a number of
-    micro-batches, or its inverse.
-    """
+def _doubt(name: str, number: float, n: int | None) -> int | None:
+    """The doubt of a Number; None if this is not a number of micro-batches, or its inverse."""
     # Losses are multiplied by 1 / n as well.
     count = number if number > 1 else 1 / number if number > 0 else 0
     if not 1.5 < count < float("inf") or abs(count - round(count)) > 1e-6:
         return None
     # Of `config["train"].steps` the last word counts.
     word = "".join(re.findall(r"\w+", name)[-1:])
-    if _SURE.search(word) or (number == n and _USUAL.search(word)):
-        return False
-    return True if round(count) == n and _LIKELY.search(word) else None
+    if _SURE.search(word):
+        return 0
+    if round(count) != n:
+        return None
+    if _USUAL.search(word):
+        return 1 if number == n else 2
+    return 2 if _LIKELY.search(word) else None
 
 
 # What a function reads, or settings hold; what that is called; the code that names its entries and
@@ -268,12 +275,27 @@ def _with_part(value: Any, key: str, part: object) -> Any:
     return changed
 
 
-def _literals(function: types.FunctionType, n: int) -> Iterator[Number]:
-    """The literals that equal n, or 1 / n, for n >= 3: `/ 2` and `0.5 *` are in too many losses."""
+def _literals(function: types.FunctionType, n: int, is_called: bool) -> Iterator[Number]:
+    """The literals that equal n, or 1 / n, for n >= 3: `/ 2` and `0.5 *` are in too many losses.
+
+    A function that another one calls may return a part of the loss: there a literal tells nothing.
+    """
     code = function.__code__
     for index, value in enumerate(code.co_consts if n >= 3 else ()):
         if type(value) in (int, float) and value and n in (value, round(1 / value, 6)):
             consts = (*code.co_consts[:index], 2 * value, *code.co_consts[index + 1 :])
             changed = code.replace(co_consts=consts)
             copied = _copy(function, changed, function.__globals__, function.__closure__)
-            yield Number(repr(value), value, copied, is_chance=True)
+            is_usual = _divides_all(code, value) and not is_called
+            yield Number(repr(value), value, copied, 1 if is_usual else 2)
+
+
+def _divides_all(code: types.CodeType, value: float) -> bool:
+    """Whether the function returns an expression divided by this literal."""
+    steps = [*dis.get_instructions(code)]
+    return any(
+        load.opname.startswith("LOAD_")
+        and load.argval == value
+        and (divide.argrepr, end.opname) == ("/", "RETURN_VALUE")
+        for load, divide, end in zip(steps, steps[1:], steps[2:], strict=False)
+    )
