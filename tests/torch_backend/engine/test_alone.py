@@ -263,3 +263,11 @@ def test_a_compiled_function_traces_it():
     gradient = funcga.value_and_grad(lambda w, x: ((w * x) ** 2).sum())
     compiled = torch.compile(lambda w, x: gradient(w, x), backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(w, w), gradient(w, w))
+
+
+def test_the_aux_of_a_module_comes_as_it_is():
+    module, x = nn.Linear(3, 1), torch.ones(4, 3)
+    loss_fn = lambda module, x: (module(x).square().mean(), {"rows": len(x), "name": "a", "out": module(x)})
+    (_, aux), _ = torch_backend.module_value_and_grad(module, loss_fn, has_aux=True)(x)
+    assert (aux["rows"], aux["name"], aux["out"].requires_grad) == (4, "a", False)
+    torch.testing.assert_close(aux["out"], module(x).detach(), rtol=0, atol=0)
