@@ -81,6 +81,8 @@ def _added(
     """The sums with factor * value added to each; in their memory if `donate`."""
     if isinstance(factor, torch.Tensor):
         values, factor = _weighed(values, before, factor), 1
+    elif factor == 1:
+        factor = 1  # no float: sums of integers may be among these
     if not factor:  # adds nothing, not even a NaN
         return [*map(torch.zeros_like, before)] if is_first else before
     if is_first and not before[0].is_cpu and _dtypes(values) == _dtypes(before):

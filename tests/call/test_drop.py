@@ -110,6 +110,18 @@ def test_threaded_state_stays_as_it_was(kit, how):
         assert (float(value), int(after["steps"]), float(after["seen"])) == wanted
 
 
+@pytest.mark.parametrize("drop", ["microbatch", "window"])
+def test_state_that_requires_grad_comes_back_without_a_graph(drop):
+    loss_fn = lambda w, state, x: ((x * w).mean(), state * 0.5 + x.sum(0))
+    fold = ((funcga.mean(), funcga.carry()), funcga.mean())
+    gradient = funcga.value_and_grad(loss_fn, has_aux=True)
+    step = funcga.accumulate(gradient, 2, fold=fold, in_axes=(None, CARRY, 0), drop=drop)
+    state = torch.ones(3, requires_grad=True)
+    (_, after), _ = step(torch.ones(3), state, torch.full((4, 3), NAN))
+    assert not after.requires_grad
+    torch.testing.assert_close(after, state.detach(), rtol=0, atol=0)
+
+
 def test_state_that_is_written_to_in_place_is_put_back():
     def gradient(w, state, x):
         state += 1

@@ -64,3 +64,14 @@ def test_a_state_of_64_bits_goes_on_in_torch():
     for weight in (1, torch.tensor(2), torch.tensor(3.0)):
         state = accumulator.update(state, torch.ones(2), weight=weight)
     assert sum(float(addend) for addend in state.tally.weight) == 2**40 + 6
+
+
+@pytest.mark.parametrize("weight", [1, 1.0, 16])
+def test_a_mean_of_floats_before_a_sum_of_integers(kit, weight):
+    fold = {"loss": funcga.mean(), "tokens": funcga.sum()}
+    accumulator, value = funcga.Accumulator(fold), kit.arrays({"loss": np.float32(0.5), "tokens": np.int32(3)})
+    state = accumulator.init(value)
+    for _ in range(3):
+        state = accumulator.update(state, value, weight)
+    found = accumulator.finalize(state)
+    assert (float(found["loss"]), int(found["tokens"])) == (0.5, 9)

@@ -66,11 +66,11 @@ class Alone(Window):
         self, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: float, last: bool = False
     ) -> None:
         """Computes the loss, and leaves its gradients in the `.grad`s of the leaves."""
-        gradient, before = self.gradient, evaluations()
+        before = evaluations()
         loss, aux, objective = self.forward(args, kwargs)
         if any(leaf.grad is not None for leaf in self.inputs):
             raise unchanged.grads_changed()
-        if not gradient.reached:
+        if not self.gradient.reached:
             is_alone = evaluations() == before
             self.unreached = bound.is_unreached(self, objective, (), 1.0, is_alone)
         self.backward(objective, 1.0, ())

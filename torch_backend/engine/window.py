@@ -147,7 +147,7 @@ class Window(ExitStack):
         """
         if self.own is not None:
             params: list[torch.Tensor] = [*self.own.params.values()]
-            return Leaves({OWN: self.own.params}, params, [*params])
+            return Leaves({OWN: self.own.params}, params, params)
         found = Leaves({}, [], [])
         for index in indices:
             tree = args[index]

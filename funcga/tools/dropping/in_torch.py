@@ -175,7 +175,8 @@ class SkippingCalls(Called):
         statistics, is_first = buffers_of(self.module), self.sums is None
         assert self.arguments is not None
         before = self.arguments.state if self.sums is None else self.sums.state
-        state = [leaf.clone() if arrays.is_array(leaf) else leaf for leaf in before]
+        with self.quiet:
+            state = [leaf.clone() if arrays.is_array(leaf) else leaf for leaf in before]
         super().fold(args, kwargs, weight, last)
         if any(listener.heard for listener in self.own_groups):
             raise FuncgaError(
