@@ -33,8 +33,8 @@ ENGINE_ON_HOST: Callable[..., object] = torch.autograd.Variable._execution_engin
 def run_backward(
     loss: torch.Tensor, cotangent: torch.Tensor, leaves: tuple[torch.Tensor, ...], on_host: bool
 ) -> None:
-    """`torch.autograd.backward(loss, cotangent, inputs=leaves)`; `on_host` says that no device
-    takes part in it.
+    """`torch.autograd.backward(loss, cotangent, inputs=leaves)`, unrestricted if there are no
+    leaves; `on_host` says that no device takes part in it.
     """
     run = ENGINE_ON_HOST if on_host else ENGINE
     how = {"allow_unreachable": True, "accumulate_grad": True}

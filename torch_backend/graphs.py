@@ -15,8 +15,6 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node, get_gradient_edge
 
-from torch_backend import _private
-
 # The type of the nodes that end a graph: each adds to the `.grad` of one leaf.
 AccumulateGrad = type(get_gradient_edge(torch.empty(0, device="cpu", requires_grad=True)).node)
 
@@ -77,8 +75,3 @@ def reach(loss: torch.Tensor, own_ids: Collection[int]) -> Reached:
     kinds = {*map(type, nodes)}
     custom = any(issubclass(kind, BackwardCFunction) and _is_foreign(kind) for kind in kinds)
     return Reached(len(foreign) < len(leaves), foreign, custom)
-
-
-# One backward pass: `run(loss, cotangent, leaves, on_host)` is restricted to these leaves, or
-# unrestricted if there are none.
-run = _private.run_backward

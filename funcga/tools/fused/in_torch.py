@@ -77,7 +77,7 @@ def run(
         for use in uses:
             handles.append(use.node.register_prehook(partial(_add, tasks, use)))
             inputs.append(GradientEdge(use.node, 0))
-        graphs.run(root, cotangent, tuple(inputs), on_host)
+        _private.run_backward(root, cotangent, tuple(inputs), on_host)
     finally:
         # A prehook holds its own node, and after an error no node may live on.
         for handle in handles:
