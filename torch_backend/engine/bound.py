@@ -26,10 +26,14 @@ def folding_of(window: Any, loss: torch.Tensor, aux: Tree) -> Folding:
     if loss.dtype is window.plan.loss_dtype and type(loss) is torch.Tensor:
         known: Folding = window.plan.folding
         return known
+    return _new_folding(window, loss, aux)
+
+
+def _new_folding(window: Any, loss: torch.Tensor, aux: Tree) -> Folding:
     program: Any = window.program
     arguments, gradient, indices = window.arguments, window.gradient, window.plan.indices
     # Before the first backward pass the leaves stand in for their gradients: they are alike.
-    grads = [window.leaves.trees[index] for index in indices]
+    grads = [*map(window.leaves.trees.get, indices)]
     aux = trees.detached(aux, True)
     if program.watch is not None:
         of = program, gradient, arguments
