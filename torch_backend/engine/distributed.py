@@ -13,7 +13,6 @@ import torch
 
 from funcga._call import Program
 from funcga._call.arguments import Arguments
-from funcga._fold.outputs import Outputs
 from funcga._types import Tree
 from torch_backend import arrays, trees
 from torch_backend.engine import bound
@@ -96,13 +95,14 @@ def adopted(
     devices = [leaf.device for leaf in known if isinstance(leaf, torch.Tensor)]
     device = devices[0] if devices else torch.device("cpu")
 
-    def rebuild(value: Tree) -> tuple[Outputs, list[Any]]:
+    def rebuild(value: Tree) -> tuple[Folding, list[Any]]:
         likes, structure = trees.flatten(value)
         leaves = [like if like is None else torch.empty_like(like, device=device) for like in likes]
         value = trees.unflatten(structure, leaves)
         if own is not None:  # the others say what theirs are like
             value = bound.with_gradients(program, value, lambda _: own)
-        return program.bind(value, arguments)
+        outputs, leaves = program.bind(value, arguments)
+        return Folding(outputs), leaves
 
     return merge.adopt(empty, rebuild)
 

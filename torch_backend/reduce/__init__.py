@@ -53,12 +53,12 @@ class Reduction:
     """
 
     sums: Sums  # set by `propose` or `adopt`
-    # What is folded here, set by `propose`; without any micro-batch what the others fold, set by
-    # `agree`.
-    agreement: Agreement | None = None
+    # An Agreement on what is folded here, set by `propose`; without any micro-batch on what the
+    # others fold, set by `agree`.
+    agreement: Any = None
     # What waits for the reports of all replicas, while that of the last pass here is under way.
-    exchange: Callable[[], None] | None = None
-    reports: list[Report]  # the last ones
+    exchange: Callable[[], list[Report]] | None = None
+    reports: list[Report]  # those of all, set by `agree`
     unit = 0.0  # of the weighted sums when they travel; 0 until all replicas have agreed
     # What is under way, set by `_send`; what is gathered is waited for and taken in by a function.
     addition: Addition | None = None
@@ -68,11 +68,11 @@ class Reduction:
     def __init__(self, memory: Memory, replicas: Replicas):
         self.memory, self.replicas, self.channel = memory, replicas, replicas.channel
         histories = memory.keep(Histories)
-        self.history = histories.setdefault(replicas.group, History())
+        self.history = history = histories.setdefault(replicas.group, History())
         # Every window counts, merged or not: by that replicas notice that they are out of step.
         histories.begun += 1
-        self.history.begun += 1
-        self.window, self.history.running = self.history.begun, self
+        history.begun += 1
+        self.window, history.running = history.begun, self
 
     def propose(self, sums: Sums, leaves: Sequence[Array]) -> None:
         """Takes the sums of a window whose first micro-batch has these leaves.
@@ -82,15 +82,14 @@ class Reduction:
         self.sums = sums
         self.agreement = propose(self.history, sums.folding, leaves, self.replicas)
 
-    def adopt(self, sums_of: Callable[[Folding], Sums], rebuild: Rebuild) -> Sums:
-        """Agrees on empty sums of what the others fold, on a replica without any micro-batch.
+    def adopt(self, empty: Callable[[Folding], Sums], rebuild: Rebuild) -> Sums:
+        """Agrees on `empty` sums of what the others fold, on a replica without any micro-batch.
 
-        In a first window they say what that is: `rebuild(value)` has the Outputs and the leaves of
-        a value like theirs, whose tensors have no memory.
+        In a first window they say what that is: `rebuild(value)` makes it of a value like theirs,
+        whose tensors have no memory.
         """
         self.agree(rebuild=rebuild)
-        assert self.agreement is not None
-        self.sums = sums_of(Folding(self.agreement.outputs))
+        self.sums = empty(Folding(self.agreement.outputs))
         return self.sums
 
     def meet(self, last: bool) -> bool:
@@ -101,8 +100,7 @@ class Reduction:
         collectives of two windows would be taken for one another.
         """
         with self._same_on_all():
-            self._begin_exchange(self._header(last=last))()
-        return all(report.last for report in self.reports)
+            return all(report.last for report in self._exchange(self._report(last=last))())
 
     def agree(self, last: bool = True, rebuild: Rebuild | None = None) -> bool:
         """Tells the other replicas what is folded here, waits for what they tell, and sets the
@@ -113,10 +111,10 @@ class Reduction:
         if self.unit:
             return True
         with self._same_on_all():
-            receive = self.exchange or self._begin_exchange(self._report(last))
+            receive = self.exchange or self._exchange(self._report(self.agreement, last=last))
             self.exchange = receive if last else None
-            receive()
-            self.exchange, reports = None, self.reports
+            self.reports = reports = receive()
+            self.exchange = None
             if not all(report.last for report in reports):
                 return False
             if not any(report.digest for report in reports):
@@ -129,7 +127,7 @@ class Reduction:
         self.unit = units.pop() if len(units) == 1 else power_below(max(units))
         return True
 
-    def _begin_exchange(self, mine: Report) -> Callable[[], None]:
+    def _exchange(self, mine: Report) -> Callable[[], list[Report]]:
         """Sends the report of this replica, after what is still owed from earlier windows. Returns
         what waits for the reports of all.
 
@@ -138,40 +136,33 @@ class Reduction:
         self.channel.send_owed()
         exchange, history = exchange_reports(self.channel, mine), self.history
 
-        def receive() -> None:
-            reports = self.reports = exchange()
+        def receive() -> list[Report]:
+            reports = exchange()
             # What a replica has not finished is in each header from now on: as long as the others
             # cannot know what it has left out, all windows are refused.
             if self.updates < max([report.updates for report in reports]):
                 history.finished -= 1
             check_in_step(reports)
             check_steps(history, self.memory, reports, self.channel)
+            return reports
 
         return receive
 
-    def _report(self, last: bool) -> Report:
-        """What this replica has folded."""
-        agreement = self.agreement
-        if agreement is None:
-            return self._header(last=last)
-        sums, numbers = self.sums, [self.sums.of[leaf] for leaf in agreement.numbers or ()]
-        # Counts that only a device knows are sent with the sums.
-        counts = sums.total, sums.steps, sums.rejected
-        weight, steps, rejected = [0 if isinstance(c, torch.Tensor) else c for c in counts]
-        return self._header(
-            last=last,
-            digest=agreement.digest,
-            agreed=agreement.is_agreed,
-            on_device=any(isinstance(count, torch.Tensor) for count in counts),
-            steps=steps,
-            weight=float(weight),
-            unit=sums.unit or 0.0,
-            rejected=rejected,
-            numbers=tuple([0.0 if n is None else float(arrays.scalar(n)) for n in numbers]),
-        )
-
-    def _header(self, **said: Any) -> Report:
-        """A report that begins as all do: with the step, and how far it has come."""
+    def _report(self, agreement: Agreement | None = None, **said: Any) -> Report:
+        """What this replica says: how far the step has come, and what is folded by an agreement."""
+        if agreement is not None:
+            sums = self.sums
+            # Counts that only a device knows are sent with the sums.
+            counts = sums.total, sums.steps, sums.rejected
+            known = [0.0 if torch.is_tensor(count) else float(count) for count in counts]
+            said["weight"], said["steps"], said["rejected"] = known
+            said.update(
+                on_device=any(map(torch.is_tensor, counts)),
+                digest=agreement.digest,
+                agreed=agreement.is_agreed,
+                unit=sums.unit or 0.0,
+                numbers=[float(arrays.scalar(sums.of[leaf]) or 0) for leaf in agreement.numbers],
+            )
         step = digest_of((self.memory.step, [*self.memory.options.items()]))
         return Report(step, self.window, self.history.finished, float(self.updates), **said)
 
@@ -230,7 +221,7 @@ class Reduction:
             if (self.unit or self.exchange is not None) and self.agree():
                 self._send()
             else:
-                exchange_reports(self.channel, self._header(failed=True))
+                exchange_reports(self.channel, self._report(failed=True))
         except (FuncgaError, RuntimeError):
             # The others have raised the same, and wait for nothing.
             return
@@ -239,31 +230,42 @@ class Reduction:
         """Begins all messages that are left, except those before which the replicas have to
         exchange shapes.
         """
-        assert self.agreement is not None
         sums, agreement = self.sums, self.agreement
+        of, outputs = sums.of, agreement.outputs
         if self.addition is None:
             sums.hold_in(self.unit)  # from the unit of this replica to that of all
             for leaf in (*agreement.summed, *agreement.gathered):
                 # All send the same shapes: where nothing is folded it is the identity.
-                if sums.of[leaf] is None:
-                    sums.of[leaf] = sums.folding.folds[leaf].identity(agreement.likes[leaf])
-            on_device = any(report.on_device for report in self.reports)
-            if on_device or agreement.numbers is None:
-                counts = (sums.total, sums.steps, sums.rejected) if on_device else ()
-                self.addition = Addition(sums, agreement, self.replicas, counts)
+                if of[leaf] is None:
+                    of[leaf] = sums.folding.folds[leaf].identity(agreement.likes[leaf])
+            counts = sums.total, sums.steps, sums.rejected
+            told = counts if any(report.on_device for report in self.reports) else ()
+            # A mark of an error has to be read before the exchanges that all but sums take.
+            others = agreement.gathered or outputs.collected or outputs.threads
+            if told or agreement.summed or others:
+                self.addition = Addition(sums, agreement, self.replicas, told)
         # If its last message is sent already when this replica fails, the others have all of the
         # window, and the next header shows that it was not finished here.
         if self.addition is not None:
             self.addition.begin(has_failed=self.history.running is not self)
-        if agreement.gathered and not (self.gathered or sums.folding.outputs.collected):
+        if agreement.gathered and not (self.gathered or outputs.collected):
             self.gathered = gather(sums, agreement, self.replicas)
 
     def _receive(self) -> None:
         """Waits for everything, and takes in what the others have folded."""
-        assert self.agreement is not None
         sums, agreement, reports = self.sums, self.agreement, self.reports
-        collects, state = sums.folding.outputs.collected, sums.state
-        self._count()
+        collects, state = agreement.outputs.collected, sums.state
+        # What all headers say: the counts, and numbers, in the order of the replicas.
+        sums.unit, sums.total = self.unit, sum([report.weight for report in reports])
+        sums.steps = int(sum([report.steps for report in reports]))
+        sums.rejected = int(sum([report.rejected for report in reports]))
+        for position, leaf in enumerate(agreement.numbers):
+            # From the unit of each replica to that of all; one without a unit has nothing to add.
+            is_weighted = sums.folding.kinds[leaf] == "weighted"
+            units = [report.unit / self.unit if is_weighted else 1.0 for report in reports]
+            addends = [r.numbers[position] * unit for r, unit in zip(reports, units, strict=True)]
+            dtype = sums.folding.folds[leaf].accumulator_dtype
+            sums.of[leaf] = torch.tensor(sum(addends), dtype=dtype, device="cpu")
         if self.addition is not None:
             counts, mark = self.addition.finish()
             if counts:
@@ -279,22 +281,6 @@ class Reduction:
             # Its arrays, numbers and texts. Any other object stays each replica's own.
             told = self.channel.broadcast_from(folded[-1], [*map(_portable, state)])
             state[:] = map(partial(_taken, device=agreement.device), told, state)
-
-    def _count(self) -> None:
-        """Takes in what all headers say: the counts, and scalars, in the order of the replicas."""
-        assert self.agreement is not None
-        sums, reports = self.sums, self.reports
-        known = [(report.weight, report.steps, report.rejected) for report in reports]
-        sums.total, steps, rejected = map(sum, zip(*known, strict=True))
-        sums.unit, sums.steps, sums.rejected = self.unit, int(steps), int(rejected)
-        for position, leaf in enumerate(self.agreement.numbers or ()):
-            # From the unit of each replica to that of all; one without a unit has nothing to add.
-            is_weighted = sums.folding.kinds[leaf] == "weighted"
-            addends = [
-                r.numbers[position] * (r.unit / self.unit if is_weighted else 1.0) for r in reports
-            ]
-            dtype = sums.folding.folds[leaf].accumulator_dtype
-            sums.of[leaf] = torch.tensor(sum(addends), dtype=dtype, device="cpu")
 
     def _look_at(self, mark: torch.Tensor, may_wait: bool) -> None:
         """Raises FuncgaError, on all replicas, if one has marked its sums as failed."""
