@@ -14,25 +14,16 @@ Design note: docs/concepts/inside_replicas.md.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 
-from funcga._backend import Backend
 from funcga._call import Memory, Program
 from funcga._types import Array, Scalar
 from funcga.errors import FuncgaError
 from torch_backend import arrays
-from torch_backend.reduce.agreement import (
-    Agreement,
-    Histories,
-    History,
-    Rebuild,
-    agree,
-    check_steps,
-    propose,
-)
+from torch_backend.dtensor import as_dtensor, local, spec_of
+from torch_backend.reduce.agreement import Agreement, Histories, History, Rebuild
 from torch_backend.reduce.header import (
     Report,
     check_in_step,
@@ -41,7 +32,7 @@ from torch_backend.reduce.header import (
     nothing_to_fold,
 )
 from torch_backend.reduce.wire import Addition, gather
-from torch_backend.replicas import InTurn, Replicas, explained
+from torch_backend.replicas import InTurn, Replicas, explained, replicas_of
 from torch_backend.sums import Folding, Sums, power_below
 
 
@@ -66,13 +57,14 @@ class Reduction:
     updates: Scalar = 0  # how many a state of multi_steps has made; 0 in the window of a call
 
     def __init__(self, memory: Memory, replicas: Replicas):
-        self.memory, self.replicas, self.channel = memory, replicas, replicas.channel
-        histories = memory.keep(Histories)
-        self.history = history = histories.setdefault(replicas.group, History())
+        self.replicas, self.channel, histories = replicas, replicas.channel, memory.keep(Histories)
+        history = self.history = histories.setdefault(replicas.group, History(memory, replicas))
         # Every window counts, merged or not: by that replicas notice that they are out of step.
         histories.begun += 1
         history.begun += 1
         self.window, history.running = history.begun, self
+        # Where each leaf that travels lies, set by `_send`: a DTensor travels as its shard.
+        self.specs: dict[int, Any] = {}
 
     def propose(self, sums: Sums, leaves: Sequence[Array]) -> None:
         """Takes the sums of a window whose first micro-batch has these leaves.
@@ -80,7 +72,7 @@ class Reduction:
         A leaf that is None is reduced elsewhere.
         """
         self.sums = sums
-        self.agreement = propose(self.history, sums.folding, leaves, self.replicas)
+        self.agreement = self.history.propose(sums.folding, leaves)
 
     def adopt(self, empty: Callable[[Folding], Sums], rebuild: Rebuild) -> Sums:
         """Agrees on `empty` sums of what the others fold, on a replica without any micro-batch.
@@ -119,8 +111,7 @@ class Reduction:
                 return False
             if not any(report.digest for report in reports):
                 raise nothing_to_fold()
-            mine = self.agreement
-            self.agreement = agree(self.history, mine, rebuild, reports, self.replicas)
+            self.agreement = self.history.agree(self.agreement, rebuild, reports)
         # If all replicas have one unit, as with equal weights, nothing is rescaled. Otherwise the
         # unit is a power of two, and a sum is rounded once at most.
         units = {report.unit for report in reports} - {0.0} or {1.0}
@@ -143,7 +134,7 @@ class Reduction:
             if self.updates < max([report.updates for report in reports]):
                 history.finished -= 1
             check_in_step(reports)
-            check_steps(history, self.memory, reports, self.channel)
+            history.check_steps(reports)
             return reports
 
         return receive
@@ -163,8 +154,9 @@ class Reduction:
                 unit=sums.unit or 0.0,
                 numbers=[float(arrays.scalar(sums.of[leaf]) or 0) for leaf in agreement.numbers],
             )
-        step = digest_of((self.memory.step, [*self.memory.options.items()]))
-        return Report(step, self.window, self.history.finished, float(self.updates), **said)
+        history = self.history
+        step = digest_of((history.step, [*history.options.items()]))
+        return Report(step, self.window, history.finished, float(self.updates), **said)
 
     @contextmanager
     def _same_on_all(self) -> Iterator[None]:
@@ -238,6 +230,7 @@ class Reduction:
                 # All send the same shapes: where nothing is folded it is the identity.
                 if of[leaf] is None:
                     of[leaf] = sums.folding.folds[leaf].identity(agreement.likes[leaf])
+                self.specs[leaf], of[leaf] = spec_of(of[leaf]), local(of[leaf])
             counts = sums.total, sums.steps, sums.rejected
             told = counts if any(report.on_device for report in self.reports) else ()
             # A mark of an error has to be read before the exchanges that all but sums take.
@@ -276,11 +269,16 @@ class Reduction:
             self.gathered = gather(sums, agreement, self.replicas)
         if self.gathered is not None:
             self.gathered()
+        for leaf, spec in self.specs.items():
+            sums.of[leaf] = as_dtensor(sums.of[leaf], spec)
         folded = [rank for rank, report in enumerate(reports) if report.steps]
+        told = list[Any]()
         if state and folded:
-            # Its arrays, numbers and texts. Any other object stays each replica's own.
             told = self.channel.broadcast_from(folded[-1], [*map(_portable, state)])
-            state[:] = map(partial(_taken, device=agreement.device), told, state)
+        for index, leaf in enumerate(told):
+            if leaf is not None:
+                is_array = isinstance(leaf, torch.Tensor)
+                state[index] = leaf.to(agreement.device) if is_array else leaf
 
     def _look_at(self, mark: torch.Tensor, may_wait: bool) -> None:
         """Raises FuncgaError, on all replicas, if one has marked its sums as failed."""
@@ -299,22 +297,15 @@ class Reduction:
 
 
 def _portable(leaf: object) -> object:
-    """A leaf of the state as another process can have it; None for an object of this process."""
+    """An array, number or text of the state as another process can have it; None for any other
+    object, which stays each replica's own.
+    """
     if isinstance(leaf, torch.Tensor):
         return leaf.detach().cpu()
     return leaf if isinstance(leaf, bool | int | float | complex | str) else None
 
 
-def _taken(told: Any, mine: Any, device: torch.device) -> Any:
-    """A leaf of the state as another process has told it, on this device; that of this process
-    where it could not.
-    """
-    if isinstance(told, torch.Tensor):
-        return told.to(device)
-    return mine if told is None else told
-
-
-def reductions_of(program: Program, backend: Backend) -> list[Reduction]:
+def reductions_of(program: Program) -> list[Reduction]:
     """What merges a window over the replicas of `across=`, one after the other; usually one."""
     if arrays.in_transform():
         raise FuncgaError(
@@ -325,5 +316,5 @@ def reductions_of(program: Program, backend: Backend) -> list[Reduction]:
         )
     # A wrapper of a module says itself what it is merged over.
     across = program.across
-    several = across if isinstance(across, InTurn) else [program.replicas(backend)]
+    several = across if isinstance(across, InTurn) else [replicas_of(across)]
     return [Reduction(program.memory, replicas) for replicas in several]

@@ -8,7 +8,7 @@ structure as it has nothing to fold, more is told.
 import pickle
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
@@ -23,7 +23,7 @@ from funcga.errors import FuncgaError
 from torch_backend import arrays
 from torch_backend.dtensor import as_dtensor, is_dtensor, local, ranks_with_other_shards, spec_of
 from torch_backend.reduce.header import ROOM, Report, digest_of
-from torch_backend.replicas import Channel, Replicas, check_alike
+from torch_backend.replicas import Replicas, check_alike
 from torch_backend.sums import Folding
 
 # Makes how a value here is folded that is like one of others, and its leaves, without memory.
@@ -60,62 +60,129 @@ class Agreement:
         return next((local(like).device for like in self.likes if like is not None), host)
 
 
-@dataclass(eq=False)
 class History:
-    """The windows of one step over one group, as this replica has seen them."""
+    """The windows of one step over one group, as this replica has seen them, and what the replicas
+    have agreed on.
+    """
 
-    begun: int = 0
-    finished: int = 0
+    begun = finished = 0  # how many windows; counted by each Reduction
     # The Reduction that has begun, until it is merged, or given up here, or all replicas raise.
     running: Any = None
-    # Digests of the different steps that replicas may take, as each has a loss of its own.
+    # Digests of the different steps that replicas may take, as each has a loss of its own; set by
+    # `check_steps`, as is whether they were given other options, and so may have other windows in
+    # a call.
     steps: list[float] | None = None
-    # Whether the replicas were given other options, and so may have other windows in a call.
-    differs: bool = False
-    # On the last structures.
-    agreements: deque[Agreement] = field(default_factory=lambda: deque(maxlen=16))
+    differs = False
+
+    def __init__(self, memory: Memory, replicas: Replicas):
+        self.step, self.options, self.replicas = memory.step, memory.options, replicas
+        self.agreements: deque[Agreement] = deque(maxlen=16)  # on the last structures
+
+    def propose(self, folding: Folding, leaves: Sequence[Array]) -> Agreement:
+        """The Agreement on outputs that are folded so: one that there is, or one that the others
+        have yet to agree to.
+
+        `leaves` are those of grad_fn's output, or what they are like; None for one that is reduced
+        elsewhere.
+        """
+        # The plan of a step has one Outputs for all windows of a structure, so no key has to be
+        # made. Where outputs may differ, as an aux may, and of any other function, each window has
+        # its own.
+        outputs, replicas = folding.outputs, self.replicas
+        for known in self.agreements:
+            if known.outputs is outputs:
+                return known
+        shapes = [_shape(outputs, index) for index in range(len(leaves))]
+        key = outputs.structure, outputs.dtypes, outputs.threads, shapes, [*map(spec_of, leaves)]
+        for known in self.agreements:
+            if known.key == key:
+                return known
+        description = {"across": f"sent in buckets of {replicas.bucket_bytes} bytes as "}
+        description["across"] += str(replicas.wire_dtype or "accumulated")
+        likes = list[Any]()
+        for index, (path, leaf) in enumerate(zip(outputs.paths(), leaves, strict=True)):
+            like = None if outputs.folds[index] is None or leaf is None else _like(leaf, replicas)
+            likes.append(like)
+            description[path] = _description(outputs, index, shapes[index], like)
+        ways = _ways(folding, {leaf: likes[leaf] for leaf in outputs.reduced})
+        digest = digest_of([*description.items()])
+        self.agreements.append(Agreement(key, outputs, likes, description, digest, *ways))
+        return self.agreements[-1]
+
+    def check_steps(self, reports: list[Report]) -> None:
+        """Raises FuncgaError, on all replicas, if they call different steps, or were given other
+        options.
+        """
+        digests = [report.step for report in reports]
+        self.differs = False
+        if len({*digests}) == 1 or digests == self.steps:
+            return
+        said = self.replicas.channel.all_gather((self.step, steps_made(), {**self.options}))
+        options = [given for *_, given in said]
+        self.differs = any(given != options[0] for given in options)
+        remedy = "With other options they send each other other messages: give every rank the same."
+        check_alike(options, "were given different options", remedy)
+        for (one, made, _), (other, made_there, _) in combinations(said, 2):
+            # A step that only one of two replicas has made is no mistake: each may have a loss of
+            # its own.
+            are_named = one and other and one != other and made.get(other.name, 0) > other.number
+            if are_named and made_there.get(one.name, 0) > one.number:
+                steps = [
+                    f"rank {rank} {step or 'another step'}" for rank, (step, *_) in enumerate(said)
+                ]
+                raise FuncgaError(
+                    f"the replicas call different steps at the same time: {'; '.join(steps[:8])}. "
+                    "What they fold would be added up all the same. Make and call the steps in one "
+                    "order on every rank, from a list rather than a set."
+                )
+        self.steps = digests
+
+    def agree(self, mine: Agreement | None, rebuild: Any, reports: list[Report]) -> Agreement:
+        """The Agreement of all replicas after these reports.
+
+        `mine` is what this replica proposes; None if it has nothing to fold, and then `rebuild`, a
+        Rebuild, makes it of what the others fold. Raises FuncgaError on every replica if two of
+        them fold different structures.
+        """
+        # All replicas see the same reports, so they take the same branches, and their collectives
+        # match. Usually the headers have said everything, and nothing more is sent. A digest of 0
+        # is that of a replica that has nothing to fold: it goes with any other.
+        digests = [report.digest for report in reports]
+        channel = self.replicas.channel
+        answer: Any = mine
+        is_new = 0 in digests and not all(report.agreed for report in reports if report.digest)
+        if is_new:
+            teller = digests.index(max(digests))
+            told = channel.broadcast_from(teller, _or_text(lambda: _pickled(mine)))
+            rebuilt = lambda: self.propose(*rebuild(pickle.loads(told)))
+            # A text if that one cannot tell, or this one cannot fold it: none is left waiting.
+            answer = told if isinstance(told, str) else mine or _or_text(rebuilt)
+        if is_new or len({*digests} - {0}) > 1:
+            said = channel.all_gather(getattr(answer, "description", answer))
+            problems = [each for each in said if isinstance(each, str)]
+            if problems:
+                raise FuncgaError(
+                    "a replica has nothing to fold in its first window, and cannot be told what "
+                    f"the others fold ({problems[0]}). Give every replica a micro-batch in the "
+                    "first window, later ones may have none; or return dicts, tuples and lists of "
+                    "arrays."
+                )
+            check_alike(
+                said,
+                "fold different structures",
+                "They are merged leaf by leaf: build the model, the batch and the fold alike on "
+                "every rank. On a mesh give every replica a micro-batch in its first window.",
+            )
+        known = [each for each in self.agreements if each.digest == max(digests)]
+        agreement: Agreement = answer or known[0]
+        agreement.is_agreed = True
+        return agreement
 
 
 class Histories(dict[dist.ProcessGroup, History]):
     """The History of a step over each of its groups, kept from one of its windows to the next."""
 
     begun = 0  # windows of the call that runs; counted by each Reduction
-
-
-# --- what a replica proposes
-
-
-def propose(
-    history: History, folding: Folding, leaves: Sequence[Array], replicas: Replicas
-) -> Agreement:
-    """The Agreement on outputs that are folded so: one that there is, or one that the others have
-    yet to agree to.
-
-    `leaves` are those of grad_fn's output, or what they are like; None for one that is reduced
-    elsewhere.
-    """
-    # The plan of a step has one Outputs for all windows of a structure, so no key has to be made.
-    # Where outputs may differ, as an aux may, and of any other function, each window has its own.
-    outputs = folding.outputs
-    for known in history.agreements:
-        if known.outputs is outputs:
-            return known
-    shapes = [_shape(outputs, index) for index in range(len(leaves))]
-    key = outputs.structure, outputs.dtypes, outputs.threads, shapes, [*map(spec_of, leaves)]
-    for known in history.agreements:
-        if known.key == key:
-            return known
-    description = {"across": f"sent in buckets of {replicas.bucket_bytes} bytes as "}
-    description["across"] += str(replicas.wire_dtype or "accumulated")
-    likes = list[Any]()
-    for index, (path, leaf) in enumerate(zip(outputs.paths(), leaves, strict=True)):
-        like = None if outputs.folds[index] is None or leaf is None else _like(leaf, replicas)
-        likes.append(like)
-        description[path] = _description(outputs, index, shapes[index], like)
-    ways = _ways(folding, {leaf: likes[leaf] for leaf in outputs.reduced})
-    digest = digest_of([*description.items()])
-    history.agreements.append(Agreement(key, outputs, likes, description, digest, *ways))
-    return history.agreements[-1]
 
 
 def _like(leaf: Array, replicas: Replicas) -> torch.Tensor:
@@ -175,85 +242,6 @@ def _description(outputs: Outputs, leaf_index: int, shape: list[int | str], like
     summed = "" if dtype == accumulator == result else f" summed as {accumulator} to {result}"
     where = f" on a mesh, {like.placements}" if is_dtensor(like) else ""
     return f"{dtype}[{', '.join(map(str, shape))}]{where}{summed} ({fold.fold.name})"
-
-
-# --- what all agree on
-
-
-def check_steps(history: History, memory: Memory, reports: list[Report], channel: Channel) -> None:
-    """Raises FuncgaError, on all replicas, if they call different steps, or were given other
-    options.
-    """
-    digests = [report.step for report in reports]
-    history.differs = False
-    if len({*digests}) == 1 or digests == history.steps:
-        return
-    said = channel.all_gather((memory.step, steps_made(), {**memory.options}))
-    options = [given for *_, given in said]
-    history.differs = any(given != options[0] for given in options)
-    remedy = "With other options they send each other other messages: give every rank the same."
-    check_alike(options, "were given different options", remedy)
-    for (one, made, _), (other, made_there, _) in combinations(said, 2):
-        # A step that only one of two replicas has made is no mistake: each may have a loss of its
-        # own.
-        are_named = one and other and one != other and made.get(other.name, 0) > other.number
-        if are_named and made_there.get(one.name, 0) > one.number:
-            spelled = [
-                f"rank {rank} {step or 'another step'}" for rank, (step, *_) in enumerate(said)
-            ]
-            raise FuncgaError(
-                f"the replicas call different steps at the same time: {'; '.join(spelled[:8])}. "
-                "What they fold would be added up all the same. Make and call the steps in one "
-                "order on every rank, from a list rather than a set."
-            )
-    history.steps = digests
-
-
-def agree(
-    history: History,
-    mine: Agreement | None,
-    rebuild: Any,
-    reports: list[Report],
-    replicas: Replicas,
-) -> Agreement:
-    """The Agreement of all replicas after these reports.
-
-    `mine` is what this replica proposes; None if it has nothing to fold, and then `rebuild` makes
-    it, a Rebuild, of what the others fold. Raises FuncgaError on every replica if two of them fold different
-    structures.
-    """
-    # All replicas see the same reports, so they take the same branches, and their collectives
-    # match. Usually the headers have said everything, and nothing more is sent. A digest of 0 is
-    # that of a replica that has nothing to fold: it goes with any other.
-    digests = [report.digest for report in reports]
-    channel = replicas.channel
-    answer: Any = mine
-    is_new = 0 in digests and not all(report.agreed for report in reports if report.digest)
-    if is_new:
-        teller = digests.index(max(digests))
-        told = channel.broadcast_from(teller, _or_text(lambda: _pickled(mine)))
-        rebuilt = lambda: propose(history, *rebuild(pickle.loads(told)), replicas)
-        # A text if that one cannot tell, or this one cannot fold it: none is left waiting.
-        answer = told if isinstance(told, str) else mine or _or_text(rebuilt)
-    if is_new or len({*digests} - {0}) > 1:
-        said = channel.all_gather(getattr(answer, "description", answer))
-        problems = [each for each in said if isinstance(each, str)]
-        if problems:
-            raise FuncgaError(
-                "a replica has nothing to fold in its first window, and cannot be told what the "
-                f"others fold ({problems[0]}). Give every replica a micro-batch in the first "
-                "window, later ones may have none; or return dicts, tuples and lists of arrays."
-            )
-        check_alike(
-            said,
-            "fold different structures",
-            "They are merged leaf by leaf: build the model, the batch and the fold alike on every "
-            "rank. On a mesh give every replica a micro-batch in its first window.",
-        )
-    known = [each for each in history.agreements if each.digest == max(digests)]
-    agreement: Agreement = answer or known[0]
-    agreement.is_agreed = True
-    return agreement
 
 
 def _or_text(make: Callable[[], Any]) -> Any:

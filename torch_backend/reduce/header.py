@@ -44,7 +44,7 @@ def exchange_reports(channel: Channel, mine: Report) -> Callable[[], list[Report
     """
     *counts, numbers = mine
     rows = channel.exchange([*counts, *numbers, *[0.0] * (ROOM - len(numbers))])
-    return lambda: [Report(*row[:-ROOM], row[-ROOM:]) for row in rows()]
+    return lambda: [Report._make([*row[:-ROOM], row[-ROOM:]]) for row in rows()]
 
 
 def check_in_step(reports: list[Report]) -> None:

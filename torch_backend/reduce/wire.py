@@ -13,7 +13,6 @@ from torch.nn.functional import pad
 
 from funcga._types import Scalar
 from torch_backend import trees
-from torch_backend.dtensor import as_dtensor, local, spec_of
 from torch_backend.reduce.agreement import Agreement
 from torch_backend.replicas import Replicas, as_bytes
 from torch_backend.sums import Sums
@@ -34,11 +33,9 @@ class Addition:
         self, sums: Sums, agreement: Agreement, replicas: Replicas, counts: tuple[Scalar, ...]
     ):
         self.sums, self.leaves, self.channel = sums, agreement.summed, replicas.channel
-        self.specs, self.works = [spec_of(sums.of[leaf]) for leaf in self.leaves], list[Any]()
-        totals = list[Any]()
+        self.works, totals = list[Any](), list[Any]()
         for leaf in self.leaves:
-            sent = sums.folding.folds[leaf].fold.reducer.monoid.sent
-            total = local(sums.of.pop(leaf))
+            total, sent = sums.of.pop(leaf), sums.folding.folds[leaf].fold.reducer.monoid.sent
             totals.append(total if sent is None else sent(torch, total))
         device = agreement.device
         known = torch.zeros(len(counts), dtype=torch.float64, device=device)
@@ -94,19 +91,19 @@ class Addition:
         """Waits for all messages, and takes the sums in; returns (those of the counts, that of the
         mark).
         """
-        of, folds = self.sums.of, self.sums.folding.folds
+        folding = self.sums.folding
         for work in self.works:
             work.wait()
         *arrays, mark = self.arrays
         self.arrays = []
         totals, counts = trees.unflatten(self.structure, [*map(_restored, arrays, self.forms)])
-        for leaf, spec, total in zip(self.leaves, self.specs, totals, strict=True):
-            received = folds[leaf].fold.reducer.monoid.received
+        for leaf, total in zip(self.leaves, totals, strict=True):
+            received = folding.folds[leaf].fold.reducer.monoid.received
             if received is not None:
                 total = received(torch, total)
-            elif isinstance(total, torch.Tensor) and leaf not in self.sums.folding.grads:
+            elif isinstance(total, torch.Tensor) and leaf not in folding.grads:
                 total = total.clone() if total.nbytes <= _SMALL else total
-            of[leaf] = as_dtensor(total, spec)
+            self.sums.of[leaf] = total
         return counts, mark
 
 
@@ -136,7 +133,7 @@ def gather(sums: Sums, agreement: Agreement, replicas: Replicas) -> Callable[[],
     replicas.
     """
     outputs, device, channel = sums.folding.outputs, agreement.device, replicas.channel
-    values = [local(sums.of[leaf]) for leaf in agreement.gathered]
+    values = [sums.of[leaf] for leaf in agreement.gathered]
     for leaf, fold in zip(outputs.collected, outputs.collected_folds, strict=True):
         axis = fold.axis or 0
         no_rows = agreement.likes[leaf].narrow(axis, 0, 0)  # where nothing was folded
@@ -150,13 +147,11 @@ def gather(sums: Sums, agreement: Agreement, replicas: Replicas) -> Callable[[],
     sizes = [[form.nbytes for form in forms] for forms in of_ranks]
     data = torch.cat([as_bytes(array).to(device) for array in arrays])
     sent = pad(data, (0, max(map(sum, sizes)) - len(data)))
-    received = [torch.empty_like(sent) for _ in of_ranks]
-    work = channel.carrier(device).allgather([received], [sent])
+    received = channel.gather(sent)
 
     def combine() -> None:
-        work.wait()
         told = []
-        for numbers, lengths, forms in zip(received, sizes, of_ranks, strict=True):
+        for numbers, lengths, forms in zip(received(), sizes, of_ranks, strict=True):
             # An array may begin at any byte. A copy is aligned for its dtype.
             parts = torch.split(numbers[: sum(lengths)], lengths)
             pairs = zip(parts, forms, strict=True)
@@ -166,8 +161,7 @@ def gather(sums: Sums, agreement: Agreement, replicas: Replicas) -> Callable[[],
         for leaf, *of_leaf in zip(leaves, *told, strict=True):
             if leaf in outputs.collected:
                 sums.collected[leaf] = of_leaf
-                continue
-            combined = reduce(sums.folding.folds[leaf].combine, of_leaf)
-            sums.of[leaf] = as_dtensor(combined, spec_of(sums.of[leaf]))
+            else:
+                sums.of[leaf] = reduce(sums.folding.folds[leaf].combine, of_leaf)
 
     return combine
