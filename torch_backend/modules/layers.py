@@ -47,9 +47,9 @@ class Parts:
         states = zip(self.layers, self.tables(PARAMETERS), self.tables(BUFFERS), strict=True)
         self.ids = [id(layer) for layer, parameters, buffers in states if parameters or buffers]
 
-    def tables(self, kind: str) -> list[dict[str, Any]]:
-        """The tables of this kind that the parts have now."""
-        return [*map(operator.attrgetter(kind), self.layers)]
+    def tables(self, *kinds: str) -> list[dict[str, Any]]:
+        """The tables of these kinds that the parts have now."""
+        return [*chain(*[map(operator.attrgetter(kind), self.layers) for kind in kinds])]
 
     def named(self, tables: Sequence[Table]) -> dict[str, torch.Tensor]:
         """The tensors in these tables, one for each part, by their names in the module."""
@@ -88,16 +88,19 @@ class Walk:
         """`{name: parameter}` of those that require grad; the same dict for as long as they stay
         the same.
         """
-        parts, trained = self.through(module), self.trained
-        tables = parts.tables(PARAMETERS)
-        seen = parts, _entries(tables)
-        if trained is not None and trained[0] == seen:
-            _, params, require_grad, found = trained
-            if require_grad == [*map(_REQUIRES_GRAD, params)]:
+        if self.trained is not None:
+            parts, entries, params, require_grad, found = self.trained
+            # One look at both kinds of tables finds most modules as they were.
+            is_same = parts.module is module and entries == _entries(
+                parts.tables(PARTS, PARAMETERS)
+            )
+            if is_same and require_grad == [*map(_REQUIRES_GRAD, params)]:
                 return found  # type: ignore[no-any-return]
-        params = [p for p in chain.from_iterable(map(_VALUES, tables)) if p is not None]
+        parts = self.through(module)
+        entries = _entries(parts.tables(PARTS, PARAMETERS))
+        params = [*parts.named(parts.tables(PARAMETERS)).values()]
         require_grad, found = [*map(_REQUIRES_GRAD, params)], trainable(module)
-        self.trained = seen, params, require_grad, found
+        self.trained = parts, entries, params, require_grad, found
         return found
 
 
