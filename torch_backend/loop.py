@@ -251,7 +251,7 @@ class Source:
             make = self.compiled.window_of(program, gradient)
             if make is not None:
                 return make(program, gradient, backend, arguments, plan)
-        merges = [] if program.across is None else reductions_of(program)
+        merges = reductions_of(program.across, program.memory)
         if gradient is not None and program.skip is None:
             window = program, gradient, backend, arguments, plan, own
             if self.is_distributed:
@@ -444,6 +444,6 @@ def _given_up(program: Program, backend: Backend) -> AbstractContextManager[obje
     if isinstance(grad_fn, ModuleGradient) and grad_fn.kind != MODULE:
         wrapped: Any = grad_fn
         stack.enter_context(wrapped.window(program, backend, Arguments((), grad_fn, backend), None))
-    elif program.across is not None:
-        reductions_of(program)
+    else:
+        reductions_of(program.across, program.memory)
     return stack

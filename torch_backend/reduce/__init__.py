@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from funcga._call import Memory, Program
+from funcga._call import Memory
 from funcga._types import Array, Scalar
 from funcga.errors import FuncgaError
 from torch_backend import arrays
@@ -305,8 +305,12 @@ def _portable(leaf: object) -> object:
     return leaf if isinstance(leaf, bool | int | float | complex | str) else None
 
 
-def reductions_of(program: Program) -> list[Reduction]:
-    """What merges a window over the replicas of `across=`, one after the other; usually one."""
+def reductions_of(across: Any, memory: Memory) -> list[Reduction]:
+    """What merges a window over the replicas of `across=`, one after the other: one, or none
+    without it.
+    """
+    if across is None:
+        return []
     if arrays.in_transform():
         raise FuncgaError(
             "across= was given inside of a torch.func transform, or of a loss that is being "
@@ -315,6 +319,5 @@ def reductions_of(program: Program) -> list[Reduction]:
             "torch.no_grad(), if it is a constant there."
         )
     # A wrapper of a module says itself what it is merged over.
-    across = program.across
     several = across if isinstance(across, InTurn) else [replicas_of(across)]
-    return [Reduction(program.memory, replicas) for replicas in several]
+    return [Reduction(memory, replicas) for replicas in several]
