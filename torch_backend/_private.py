@@ -231,11 +231,6 @@ def param_groups(module: Any) -> list[ParamGroup]:
     return module._get_fsdp_state()._fsdp_param_groups  # type: ignore[no-any-return]
 
 
-def is_sharded(group: ParamGroup) -> bool:
-    """Whether the module's own parameters are the sharded ones now."""
-    return bool(group.is_sharded)
-
-
 def sharded_params(group: ParamGroup) -> list[torch.Tensor]:
     """The DTensors."""
     return [param.sharded_param for param in group.fsdp_params]
