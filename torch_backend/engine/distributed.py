@@ -104,7 +104,9 @@ def adopted(
         outputs, leaves = program.bind(value, arguments)
         return Folding(outputs), leaves
 
-    return merge.adopt(empty, rebuild)
+    merge.agree(rebuild=rebuild)
+    merge.sums = empty(Folding(merge.agreement.outputs))
+    return merge.sums
 
 
 def with_a_blank_row(arguments: Arguments) -> Arguments:

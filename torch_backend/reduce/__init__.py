@@ -33,17 +33,17 @@ from torch_backend.reduce.header import (
 )
 from torch_backend.reduce.wire import Addition, gather
 from torch_backend.replicas import InTurn, Replicas, explained, replicas_of
-from torch_backend.sums import Folding, Sums, power_below
+from torch_backend.sums import Sums, power_below
 
 
 class Reduction:
     """Merges what one window folds over the replicas: `propose`, `agree` and `merge`, or `abort`.
 
-    A replica without any micro-batch calls `adopt` in place of `propose`. Where an error ends the
-    call, `telling` aborts what is running.
+    A replica without any micro-batch proposes nothing, and sets empty `sums` of what the others
+    fold when they have agreed. Where an error ends the call, `telling` aborts what is running.
     """
 
-    sums: Sums  # set by `propose` or `adopt`
+    sums: Sums  # set by `propose`, or from outside
     # An Agreement on what is folded here, set by `propose`; without any micro-batch on what the
     # others fold, set by `agree`.
     agreement: Any = None
@@ -74,16 +74,6 @@ class Reduction:
         self.sums = sums
         self.agreement = self.history.propose(sums.folding, leaves)
 
-    def adopt(self, empty: Callable[[Folding], Sums], rebuild: Rebuild) -> Sums:
-        """Agrees on `empty` sums of what the others fold, on a replica without any micro-batch.
-
-        In a first window they say what that is: `rebuild(value)` makes it of a value like theirs,
-        whose tensors have no memory.
-        """
-        self.agree(rebuild=rebuild)
-        self.sums = empty(Folding(self.agreement.outputs))
-        return self.sums
-
     def meet(self, last: bool) -> bool:
         """Waits for the other replicas, before what these reduce by themselves; whether all say
         that it is the last such.
@@ -98,6 +88,8 @@ class Reduction:
         """Tells the other replicas what is folded here, waits for what they tell, and sets the
         unit; or is like `meet`, as long as not all of them say that this is their last pass.
 
+        A replica without any micro-batch is told what the others fold in a first window: `rebuild`
+        makes it of a value like theirs, whose tensors have no memory.
         Raises FuncgaError, on all replicas, if they do not do the same.
         """
         if self.unit:

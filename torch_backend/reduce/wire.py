@@ -38,11 +38,11 @@ class Addition:
             total, sent = sums.of.pop(leaf), sums.folding.folds[leaf].fold.reducer.monoid.sent
             totals.append(total if sent is None else sent(torch, total))
         device = agreement.device
-        known = torch.zeros(len(counts), dtype=torch.float64, device=device)
-        for count, number in zip(counts, known, strict=True):
-            if isinstance(count, torch.Tensor):
-                number.copy_(count)
-        arrays, self.structure = trees.flatten((totals, [*known]))
+        known = [
+            count if torch.is_tensor(count) else torch.zeros((), device=device) for count in counts
+        ]
+        known = [count.to(device, torch.float64, copy=True) for count in known]
+        arrays, self.structure = trees.flatten((totals, known))
         self.forms = [torch.empty_like(array, device="meta") for array in arrays]
         # What is to be sent, and then what has come: real numbers, which every carrier adds.
         self.arrays = [

@@ -131,7 +131,7 @@ class Wrapper:
         return param.dtype
 
     def flags(self, syncs: bool) -> Flags:
-        """What says whether passes synchronise, and the values for that."""
+        """What says whether passes synchronise, forward and backward, and the values for that."""
         return []
 
     def window(self) -> AbstractContextManager[None]:
@@ -139,12 +139,6 @@ class Wrapper:
         and the user's own sums are put aside.
         """
         return assigned(self.flags(True))
-
-    def waiting(self) -> AbstractContextManager[None]:
-        """The context of micro-batches that do not synchronise: of forward and backward passes; of
-        the last forward pass, too, if all passes meet.
-        """
-        return assigned(self.flags(False))
 
     def synchronising(self) -> AbstractContextManager[None]:
         """The context of the last backward pass. Raises FuncgaError if that pass leaves out what

@@ -36,7 +36,7 @@ from torch_backend.reduce import Reduction, reductions_of
 from torch_backend.reduce.header import nothing_to_fold
 from torch_backend.replicas import explained
 from torch_backend.sums import Sums
-from torch_backend.wrapped.ddp import Wrapper
+from torch_backend.wrapped.ddp import Wrapper, assigned
 from torch_backend.wrapped.gradient import ModuleGradient, rows_in
 
 
@@ -121,7 +121,7 @@ class WrappedWindow(Window):
             # Until the last micro-batch is known to be the last, no pass synchronises.
             self.waiting = stack.enter_context(ExitStack())
             if self.wrapper.sync != "every":
-                self.waiting.enter_context(self.wrapper.waiting())
+                self.waiting.enter_context(assigned(self.wrapper.flags(False)))
             if self.program.skip is not None:
                 self.statistics_before = buffers_of(self.module)
             self.push(stack.pop_all())
@@ -162,13 +162,16 @@ class WrappedWindow(Window):
 
     def _check(self, folds: Sequence[Any]) -> None:
         """Raises FuncgaError if the folds of the gradients are not sums as they are added here."""
-        if not all(fold is not None and fold.fold.reducer.additive for fold in folds):
+        reducers = [fold.fold.reducer for fold in folds]
+        if not all(r.additive for r in reducers) or len({r.linear for r in reducers}) > 1:
             raise FuncgaError(
-                "the gradients' fold is no sum, and a module's own gradients are only added, in "
-                "the backward pass. Fold them with funcga.mean(), per_weight() or sum(), and only "
-                "the value otherwise: fold=(funcga.max(), funcga.mean()). For any other fold of "
-                "gradients use funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn)), "
-                "with the module not wrapped."
+                "the gradients' fold is no sum, or some are weighed, as by funcga.mean(), and "
+                "others are not, as by funcga.sum(): a module's own gradients are only added, in "
+                "one backward pass with one weight. Fold all of them with funcga.mean(), "
+                "per_weight() or sum(), and only the value otherwise: fold=(funcga.max(), "
+                "funcga.mean()). For any other fold of gradients use "
+                "funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn)), with the module "
+                "not wrapped."
             )
         # A gradient function that is called by itself has one micro-batch: nothing is summed.
         is_alone = self.program.memory is self.owner.memory_alone
@@ -181,12 +184,6 @@ class WrappedWindow(Window):
                     f"micro-batches, and the fold promises {wide}. {self.wrapper.remedy} Or "
                     f"say that {narrow} is meant: funcga.mean(dtype={narrow!r})."
                 )
-        if len({fold.fold.reducer.linear for fold in folds}) > 1:
-            raise FuncgaError(
-                "some gradients are weighed, as by funcga.mean(), and others are not, as by "
-                "funcga.sum(): a module's own gradients come from one backward pass with one "
-                "weight. Give all of them one of the two."
-            )
 
     def beside(self, loss: torch.Tensor, aux: Tree) -> list[Array]:
         """The leaves of what grad_fn returns, None for the gradients, which are where autograd

@@ -218,11 +218,12 @@ REFUSED = {
     "uncovered": ((uncovered,), APART.format("1.weight", "DistributedDataParallel")),
     "ignored": ((ignored,), APART.format("bias", "fully_shard")),
     "mixed": ((several_wrappers,), "parts of the module are wrapped by DistributedDataParallel and fully_shard, which"),
-    "max": ((of_ddp, {"fold": funcga.max()}), f"the gradients' fold is no sum, and a module's own gradients are only "
-        f"added, in the backward pass. Fold them with funcga.mean(), per_weight() or sum(), and only the value otherwise: "
-        f"fold=(funcga.max(), funcga.mean()). For any other fold of gradients use {PURE}, with the module not wrapped."),
+    "max": ((of_ddp, {"fold": funcga.max()}), "the gradients' fold is no sum, or some are weighed, as by funcga.mean(), and "
+        "others are not, as by funcga.sum(): a module's own gradients are only added, in one backward pass with one weight. "
+        "Fold all of them with funcga.mean(), per_weight() or sum(), and only the value otherwise: fold=(funcga.max(), "
+        f"funcga.mean()). For any other fold of gradients use {PURE}, with the module not wrapped."),
     "reproducible": ((of_ddp, {"fold": funcga.reproducible(funcga.mean())}), "the gradients' fold is no sum"),
-    "two kinds": ((two_kinds,), "some gradients are weighed, as by funcga.mean(), and others are not, as by funcga.sum()"),
+    "two kinds": ((two_kinds,), "some are weighed, as by funcga.mean(), and others are not, as by funcga.sum()"),
     "across": ((of_ddp, {"across": "world"}), "across= names the ranks [0, 1, 2, 3], and the module is wrapped by "
         "DistributedDataParallel, which reduces over the ranks [0, 1]. Leave across= out: the wrapper knows its replicas."),
     "auto": ((of_ddp, {"n": "auto"}), 'n="auto" was given, and the gradient is that of a module in DDP, replicate or '
