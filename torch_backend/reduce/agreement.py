@@ -104,9 +104,13 @@ class History:
             like = None if outputs.folds[index] is None or leaf is None else _like(leaf, replicas)
             likes.append(like)
             description[path] = _description(outputs, index, shapes[index], like)
-        ways = _ways(folding, {leaf: likes[leaf] for leaf in outputs.reduced})
-        digest = digest_of([*description.items()])
-        self.agreements.append(Agreement(key, outputs, likes, description, digest, *ways))
+        digest, (numbers, summed, gathered) = (
+            digest_of([*description.items()]),
+            _ways(folding, likes),
+        )
+        self.agreements.append(
+            Agreement(key, outputs, likes, description, digest, numbers, summed, gathered)
+        )
         return self.agreements[-1]
 
     def check_steps(self, reports: list[Report]) -> None:
@@ -204,22 +208,22 @@ def _like(leaf: Array, replicas: Replicas) -> torch.Tensor:
     return like
 
 
-def _ways(folding: Folding, likes: dict[int, Any]) -> tuple[list[int], list[int], list[int]]:
-    """(numbers in the header, leaves that are summed, leaves that are gathered) of those that are
+def _ways(folding: Folding, likes: list[Any]) -> list[list[int]]:
+    """(numbers in the header, leaves that are summed, leaves that are gathered), of those that are
     reduced here.
     """
-    numbers, summed, gathered = list[int](), list[int](), list[int]()
-    for leaf, like in likes.items():
-        fold = folding.folds[leaf]
+    ways: list[list[int]] = [[], [], []]
+    numbers, summed, gathered = ways
+    for leaf, fold in folding.folds.items():
+        like, adds = likes[leaf], fold.fold.reducer.monoid.collective == "sum"
         is_number = type(like) is torch.Tensor and like.is_cpu and like.ndim == 0
         # A float64 holds a sum of floats.
-        is_sum = folding.kinds[leaf] is not None and fold.accumulator_dtype.is_floating_point
-        if is_number and is_sum and len(numbers) < ROOM:
+        is_float = folding.kinds[leaf] is not None and fold.accumulator_dtype.is_floating_point
+        if is_number and is_float and len(numbers) < ROOM:
             numbers.append(leaf)
         elif like is not None:
-            adds = fold.fold.reducer.monoid.collective == "sum"
             (summed if adds else gathered).append(leaf)
-    return numbers, summed, gathered
+    return ways
 
 
 def _shape(outputs: Outputs, leaf_index: int) -> list[int | str]:

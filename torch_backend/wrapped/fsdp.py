@@ -75,10 +75,8 @@ class FSDP2(Wrapper):
         """
         if self.sync == "every":
             return param.dtype
-        group = next(
-            g for g in self.param_groups if any(p is param for p in _private.sharded_params(g))
-        )
-        return _private.dtype_of_sums(group, param) or param.dtype
+        dtypes = [_private.dtype_of_sums(group, param) for group in self.param_groups]
+        return next(filter(None, dtypes), param.dtype)
 
     def flags(self, syncs: bool) -> Flags:
         """Those of set_requires_gradient_sync, set_requires_all_reduce, set_is_last_backward."""

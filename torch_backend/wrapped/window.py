@@ -189,9 +189,9 @@ class WrappedWindow(Window):
         """The leaves of what grad_fn returns, None for the gradients, which are where autograd
         adds them.
         """
-        assert self.sums is not None
-        values, outputs = self._rest(loss, aux, ()), self.sums.folding.outputs
-        return [values.get(index) for index in range(len(outputs.folds))]
+        sums: Any = self.sums
+        values = self._rest(loss, aux, ())
+        return [values.get(index) for index in range(len(sums.folding.outputs.folds))]
 
     # --- micro-batches
 
@@ -283,14 +283,13 @@ class WrappedWindow(Window):
             self.is_last = self.merges[0].agree(is_ending) if in_one else self._meet(is_ending)
             if self.is_last and not self.adds_late:
                 self.merges[0].agree()
-        with ExitStack() as stack:
-            if self.is_last:
-                self.waiting.close()
-                stack.enter_context(self.wrapper.synchronising())
-                self.may_fuse = False  # what is reduced in this pass is to see each gradient
-            # The graph ends in these, and no pass is restricted to them: FSDP has hooks elsewhere.
-            replaced = [leaf for leaf in self.wrapper.leaves().values() if leaf.requires_grad]
-            self.runs_whole = bool(replaced)
+        if self.is_last:
+            self.waiting.close()
+            self.may_fuse = False  # what is reduced in this pass is to see each gradient
+        # The graph ends in these, and no pass is restricted to them: FSDP has hooks elsewhere.
+        replaced = [leaf for leaf in self.wrapper.leaves().values() if leaf.requires_grad]
+        self.runs_whole = bool(replaced)
+        with self.wrapper.synchronising() if self.is_last else nullcontext():
             self.backward(loss, self.seed, replaced)
 
     @contextmanager
@@ -316,8 +315,8 @@ class WrappedWindow(Window):
                     hooks[id(tensor)] = tensor, tensor.register_hook(mask)
 
         watch(self.module, (), ())  # those that are there already
-        modules = self.module, *self.module.children(), *self.wrapper.wrapped
-        handles = [module.register_forward_hook(watch) for module in dict.fromkeys(modules)]
+        modules = self.wrapper.wrapped or self.module.children()
+        handles = [module.register_forward_hook(watch) for module in modules]
         try:
             yield
         finally:
@@ -392,15 +391,15 @@ class WrappedWindow(Window):
         replica.
         """
         sums: Any = self.sums
-        may_skip = self.program.skip is not None
+        skip = self.program.skip
         with torch.no_grad():
             self.take_gradients()
-            if may_skip:
+            if skip:
                 sums.look_at(local_tensors([sums.of[index] for index in sums.folding.grads]))
             # The wrapper has merged the gradients already.
             for merge in self.merges:
                 merge.merge()
-            if may_skip:
+            if skip:
                 sums.put_back_if_rejected(self.statistics_before)
             elif not sums.steps:
                 raise nothing_to_fold()
