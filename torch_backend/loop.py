@@ -34,7 +34,7 @@ from torch_backend.engine.window import Window
 from torch_backend.modules.checks import check_not_wrapped, modules_in
 from torch_backend.prefetch import moved as moved
 from torch_backend.reduce import reductions_of
-from torch_backend.reduce.telling import telling as telling_windows
+from torch_backend.reduce import telling as telling_windows
 from torch_backend.replicas import are_processes
 from torch_backend.wrapped.gradient import ModuleGradient
 
@@ -251,7 +251,7 @@ class Source:
         if gradient is not None and program.skip is None:
             window = program, gradient, backend, arguments, plan, own
             if self.is_distributed:
-                return Distributed(next(iter(merges), None), *window)
+                return Distributed(merges, *window)
             return Window(*window)
         function, records = program.grad_fn, gradient is not None
         if isinstance(function, GradientFunction):

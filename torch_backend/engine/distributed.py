@@ -5,7 +5,7 @@ A parameter that is a DTensor has gradients that are Partial sums. Autograd adds
 and each is reduced once, at the end of the window.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
@@ -24,13 +24,13 @@ from torch_backend.sums import Folding, Sums
 
 
 class Distributed(Window):
-    """A window that may be merged over replicas, by `merge`."""
+    """A window that may be merged over replicas, by one of `merges`, or by none."""
 
     may_communicate = True
 
-    def __init__(self, merge: Reduction | None, *window: Any):
+    def __init__(self, merges: Sequence[Reduction], *window: Any):
         super().__init__(*window)
-        self.merge = merge
+        self.merges = merges
 
     def __enter__(self) -> Self:
         self.listener = Listener()  # from here on the window hears collectives
@@ -51,33 +51,31 @@ class Distributed(Window):
 
     def _bind(self, loss: torch.Tensor, aux: Tree) -> Sums:
         sums = super()._bind(loss, aux)
-        if self.merge is None:
-            return sums
-        if self.communicates:
+        if self.merges and self.communicates:
             # Collectives of the loss add cotangents of several replicas, which have to be in one
             # unit.
             sums.unit, sums.unit_is_fixed = 1.0, True
-        like = self.gradient.compose(loss, trees.detached(aux, True), bound.trees_of(self))
-        self.merge.propose(sums, trees.flatten(like)[0])
+        for merge in self.merges:
+            like = self.gradient.compose(loss, trees.detached(aux, True), bound.trees_of(self))
+            merge.propose(sums, trees.flatten(like)[0])
         return sums
 
     def merged(self, sums: Sums) -> Tree:
         """The normalised result, of all replicas."""
         sums.settle(dict(zip(sums.folding.grads, self.inputs, strict=True)))
-        if self.merge is not None:
-            self.merge.merge()
+        for merge in self.merges:
+            merge.merge()
         return sums.result()
 
     def result_without_microbatches(
         self, arguments: Arguments, kwargs: dict[str, Tree], state: list[Any]
     ) -> Tree:
         """The result on a replica that has nothing to fold; `state` is what came in."""
-        own = self.leaves.trees.get(OWN)
-        assert self.merge is not None
-        assert self.program is not None
-        sums = adopted(self.merge, self.program, arguments, Sums, own)
+        (merge,), program, own = self.merges, self.program, self.leaves.trees.get(OWN)
+        assert program is not None
+        sums = adopted(merge, program, arguments, Sums, own)
         sums.state = state
-        self.merge.merge()
+        merge.merge()
         return sums.result()
 
 
@@ -93,7 +91,7 @@ def adopted(
     """
     known = trees.flatten([part.value for part in arguments.parts] if own is None else own)[0]
     devices = [leaf.device for leaf in known if isinstance(leaf, torch.Tensor)]
-    device = devices[0] if devices else torch.device("cpu")
+    device = next(iter(devices), "cpu")
 
     def rebuild(value: Tree) -> tuple[Folding, list[Any]]:
         likes, structure = trees.flatten(value)

@@ -13,7 +13,8 @@ Design note: docs/concepts/inside_replicas.md.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -238,19 +239,9 @@ class Reduction:
 
     def _receive(self) -> None:
         """Waits for everything, and takes in what the others have folded."""
-        sums, agreement, reports = self.sums, self.agreement, self.reports
+        sums, agreement = self.sums, self.agreement
         collects, state = agreement.outputs.collected, sums.state
-        # What all headers say: the counts, and numbers, in the order of the replicas.
-        sums.unit, sums.total = self.unit, sum([report.weight for report in reports])
-        sums.steps = int(sum([report.steps for report in reports]))
-        sums.rejected = int(sum([report.rejected for report in reports]))
-        for position, leaf in enumerate(agreement.numbers):
-            # From the unit of each replica to that of all; one without a unit has nothing to add.
-            is_weighted = sums.folding.kinds[leaf] == "weighted"
-            units = [report.unit / self.unit if is_weighted else 1.0 for report in reports]
-            addends = [r.numbers[position] * unit for r, unit in zip(reports, units, strict=True)]
-            dtype = sums.folding.folds[leaf].accumulator_dtype
-            sums.of[leaf] = torch.tensor(sum(addends), dtype=dtype, device="cpu")
+        self._count()
         if self.addition is not None:
             counts, mark = self.addition.finish()
             if counts:
@@ -263,14 +254,26 @@ class Reduction:
             self.gathered()
         for leaf, spec in self.specs.items():
             sums.of[leaf] = as_dtensor(sums.of[leaf], spec)
-        folded = [rank for rank, report in enumerate(reports) if report.steps]
-        told = list[Any]()
+        folded = [rank for rank, report in enumerate(self.reports) if report.steps]
         if state and folded:
             told = self.channel.broadcast_from(folded[-1], [*map(_portable, state)])
-        for index, leaf in enumerate(told):
-            if leaf is not None:
-                is_array = isinstance(leaf, torch.Tensor)
-                state[index] = leaf.to(agreement.device) if is_array else leaf
+            state[:] = map(partial(_taken, device=agreement.device), told, state)
+
+    def _count(self) -> None:
+        """Takes in what all headers say: the counts, and numbers, in the order of the replicas."""
+        sums, folding, reports = self.sums, self.sums.folding, self.reports
+        sums.unit, sums.total = self.unit, sum([report.weight for report in reports])
+        sums.steps = int(sum([report.steps for report in reports]))
+        sums.rejected = int(sum([report.rejected for report in reports]))
+        for position, leaf in enumerate(self.agreement.numbers):
+            # From the unit of each replica to that of all; one without a unit has nothing to add.
+            is_weighted = folding.kinds[leaf] == "weighted"
+            units = [report.unit / self.unit if is_weighted else 1.0 for report in reports]
+            total = sum(
+                [r.numbers[position] * unit for r, unit in zip(reports, units, strict=True)]
+            )
+            dtype = folding.folds[leaf].accumulator_dtype
+            sums.of[leaf] = torch.tensor(total, dtype=dtype, device="cpu")
 
     def _look_at(self, mark: torch.Tensor, may_wait: bool) -> None:
         """Raises FuncgaError, on all replicas, if one has marked its sums as failed."""
@@ -297,6 +300,13 @@ def _portable(leaf: object) -> object:
     return leaf if isinstance(leaf, bool | int | float | complex | str) else None
 
 
+def _taken(told: Any, mine: Any, device: torch.device) -> Any:
+    """A leaf of the state as another process has told it; that of this one where it could not."""
+    if isinstance(told, torch.Tensor):
+        return told.to(device)
+    return mine if told is None else told
+
+
 def reductions_of(across: Any, memory: Memory) -> list[Reduction]:
     """What merges a window over the replicas of `across=`, one after the other: one, or none
     without it.
@@ -313,3 +323,42 @@ def reductions_of(across: Any, memory: Memory) -> list[Reduction]:
     # A wrapper of a module says itself what it is merged over.
     several = across if isinstance(across, InTurn) else [replicas_of(across)]
     return [Reduction(memory, replicas) for replicas in several]
+
+
+# --- the context of a call
+
+# What begins a window, which is a context.
+Begin = Callable[[], AbstractContextManager[object]]
+
+
+class _EndedError(Exception):
+    """Ends a window in which nothing was folded."""
+
+
+@contextmanager
+def telling(windows: Sequence[tuple[Memory, Begin]]) -> Iterator[None]:
+    """A context of one call of a step, in which other replicas are told of an error.
+
+    `windows` are those of the call, in their order: where each is counted, and what begins it. One
+    that has not begun begins then, and ends: the others have begun as many, and wait in one of
+    them.
+    """
+    counted = [(memory.keep(Histories), begin) for memory, begin in windows]
+    for histories, _ in counted:
+        histories.begun = 0
+    try:
+        yield
+    except BaseException:
+        for histories, begin in counted:
+            if not histories.begun:
+                with suppress(Exception), begin():
+                    raise _EndedError from None
+            for history in histories.values():
+                if history.running is not None:
+                    history.running.abort()
+                # The others may have the result already. Each header says what is finished here, so
+                # that the next window is refused on all of them.
+                history.finished = min(history.finished, history.begun - 1)
+                if history.differs:
+                    raise  # the others may have other windows in this call, and wait in none
+        raise

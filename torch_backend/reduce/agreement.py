@@ -97,8 +97,8 @@ class History:
         for known in self.agreements:
             if known.key == key:
                 return known
-        description = {"across": f"sent in buckets of {replicas.bucket_bytes} bytes as "}
-        description["across"] += str(replicas.wire_dtype or "accumulated")
+        wire = replicas.wire_dtype or "accumulated"
+        description = {"across": f"sent in buckets of {replicas.bucket_bytes} bytes as {wire}"}
         likes = list[Any]()
         for index, (path, leaf) in enumerate(zip(outputs.paths(), leaves, strict=True)):
             like = None if outputs.folds[index] is None or leaf is None else _like(leaf, replicas)
@@ -177,8 +177,8 @@ class History:
                 "They are merged leaf by leaf: build the model, the batch and the fold alike on "
                 "every rank. On a mesh give every replica a micro-batch in its first window.",
             )
-        known = [each for each in self.agreements if each.digest == max(digests)]
-        agreement: Agreement = answer or known[0]
+        known = {each.digest: each for each in self.agreements}
+        agreement: Agreement = answer or known[int(max(digests))]
         agreement.is_agreed = True
         return agreement
 

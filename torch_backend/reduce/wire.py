@@ -60,7 +60,7 @@ class Addition:
 
     def _messages(self, most: int) -> list[list[int]]:
         """The arrays of each message, by their indices: of one dtype and device, and at most so
-        many bytes. The smallest comes last.
+        many bytes. The smallest comes last. An array without elements need not travel.
         """
         messages: list[list[int]] = []
         # Of each dtype and device the message that is not full, and the bytes that are left in it.
@@ -68,7 +68,7 @@ class Addition:
         for index, (array, dtype) in enumerate(zip(self.arrays, self.dtypes, strict=True)):
             kind, nbytes = (dtype, array.device), array.numel() * dtype.itemsize
             message, room = latest.get(kind, ([], 0))
-            if not message or nbytes > room:
+            if nbytes > room:
                 message, room = [], most
                 messages.append(message)
             message.append(index)
@@ -101,8 +101,8 @@ class Addition:
             received = folding.folds[leaf].fold.reducer.monoid.received
             if received is not None:
                 total = received(torch, total)
-            elif isinstance(total, torch.Tensor) and leaf not in folding.grads:
-                total = total.clone() if total.nbytes <= _SMALL else total
+            elif isinstance(total, torch.Tensor) and total.nbytes <= _SMALL:
+                total = total if leaf in folding.grads else total.clone()
             self.sums.of[leaf] = total
         return counts, mark
 
@@ -110,8 +110,8 @@ class Addition:
 def _dtype_sent(form: torch.Tensor, wire_dtype: torch.dtype | None) -> torch.dtype:
     """The real dtype that an array like this travels in."""
     # Scalars, such as the loss, and counts are never rounded.
-    is_rounded = form.ndim > 0 and (form.is_floating_point() or form.is_complex())
-    return wire_dtype if is_rounded and wire_dtype else form.dtype.to_real()
+    real = form.dtype.to_real()
+    return (wire_dtype or real) if form.ndim and real.is_floating_point else real
 
 
 def _restored(numbers: torch.Tensor, form: torch.Tensor) -> torch.Tensor:
@@ -121,9 +121,10 @@ def _restored(numbers: torch.Tensor, form: torch.Tensor) -> torch.Tensor:
         # A view of pairs begins at an even element, as that of a copy does.
         numbers = torch.view_as_complex(numbers.clone().view(-1, 2))
     total = numbers.view(form.shape)
+    if form.is_contiguous():
+        return total
     # Numbers travel in the order of a contiguous array.
-    usual = form.is_contiguous()
-    return total if usual else torch.empty_like(form, device=total.device).copy_(total)
+    return torch.empty_like(form, device=total.device).copy_(total)
 
 
 def gather(sums: Sums, agreement: Agreement, replicas: Replicas) -> Callable[[], None]:

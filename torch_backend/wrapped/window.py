@@ -213,12 +213,10 @@ class WrappedWindow(Window):
         """Runs a micro-batch; one of weight None only lets the others run theirs. `is_ending`:
         whether this replica has no other.
         """
-        is_first, wrapper = self.sums is None, self.wrapper
         # The replicas meet where the forward pass communicates, and the user's code has run, as it
         # does between two micro-batches of a stream.
-        if (self.meets and (is_first or self.is_stream)) or (
-            is_first and wrapper.begins_with_buffers
-        ):
+        communicates = self.meets or (self.sums is None and self.wrapper.begins_with_buffers)
+        if communicates and (self.sums is None or self.is_stream):
             self._meet(False)
         if is_ending and not self.meets:
             self.waiting.close()
@@ -227,7 +225,7 @@ class WrappedWindow(Window):
             loss, aux, objective = self.forward(args, kwargs)
             if self.sums is None:
                 self.sums = self._bind(loss, aux)
-            sums, self.seed = self.sums, 0.0 if weight is None else self.seed_of(weight)
+            self.seed = 0.0 if weight is None else self.seed_of(weight)
             if not arrays.represents_exactly(objective.dtype, self.seed):
                 raise FuncgaError(
                     f"the loss is {arrays.describe(loss)}, which may not hold the weight "
@@ -236,20 +234,24 @@ class WrappedWindow(Window):
                 )
             if self.adds_late:
                 self._backward(objective, is_ending)
-            index = sums.folding.loss_alone
-            if weight is None:
-                pass
-            elif index is not None and loss.dtype is self.plan.loss_dtype and not self.adds_late:
-                sums.add_loss(loss, index, weight, sums.share(weight) or 0.0)
-            else:
-                values = self._rest(loss, aux, ())
-                if self.watching is not None:
-                    values.update(self.watching.measures(values, weight, self.seed))
-                sums.add(values, weight)
+            if weight is not None:
+                self._add(loss, aux, weight)
             # Usually the loss is in the sums first, because before the last pass the replicas tell
             # each other what they have folded.
             if not self.adds_late:
                 self._backward(objective, is_ending)
+
+    def _add(self, loss: torch.Tensor, aux: Tree, weight: Scalar) -> None:
+        """Adds what stands beside the gradients of a micro-batch, and counts it."""
+        sums: Any = self.sums
+        index = sums.folding.loss_alone
+        if index is not None and loss.dtype is self.plan.loss_dtype and not self.adds_late:
+            sums.add_loss(loss, index, weight, sums.share(weight))
+            return
+        values = self._rest(loss, aux, ())
+        if self.watching is not None:
+            values.update(self.watching.measures(values, weight, self.seed))
+        sums.add(values, weight)
 
     def _meet(self, last: bool) -> bool:
         """Waits for the other replicas; whether this is the last pass of all. FuncgaError if one
