@@ -35,8 +35,9 @@ class Addition:
         self.sums, self.leaves, self.channel = sums, agreement.summed, replicas.channel
         self.works, totals = list[Any](), list[Any]()
         for leaf in self.leaves:
-            total, sent = sums.of.pop(leaf), sums.folding.folds[leaf].fold.reducer.monoid.sent
+            total, sent = sums.of[leaf], sums.folding.folds[leaf].fold.reducer.monoid.sent
             totals.append(total if sent is None else sent(torch, total))
+            sums.of[leaf] = None
         device = agreement.device
         known = [
             count if torch.is_tensor(count) else torch.zeros((), device=device) for count in counts
