@@ -56,7 +56,8 @@ class Distributed(Window):
             # unit.
             sums.unit, sums.unit_is_fixed = 1.0, True
         for merge in self.merges:
-            like = self.gradient.compose(loss, trees.detached(aux, True), bound.trees_of(self))
+            grads = [self.leaves.trees[index] for index in self.plan.indices]
+            like = self.gradient.compose(loss, trees.detached(aux, True), grads)
             merge.propose(sums, trees.flatten(like)[0])
         return sums
 
