@@ -23,7 +23,7 @@ from torch_backend.dtensor import as_dtensor, local_tensors
 from torch_backend.loop import untraced
 from torch_backend.parameters import PLAIN
 from torch_backend.reduce import Reduction
-from torch_backend.reduce.telling import telling as telling_windows
+from torch_backend.reduce import telling as telling_windows
 from torch_backend.replicas import Replicas, are_processes, replicas_of
 from torch_backend.sums import Folding, Sums
 

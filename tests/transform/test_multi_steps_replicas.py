@@ -17,6 +17,7 @@ def problem(dtype=torch.float64):
     generator = torch.Generator().manual_seed(0)
     params = {
         "w": torch.randn(6, 3, generator=generator, dtype=dtype),
+        "scale": torch.randn((), generator=generator, dtype=dtype),  # which travels in the header
         "b": torch.randn(3, generator=generator, dtype=dtype),
     }
     rows = torch.randn(24, 6, generator=generator, dtype=dtype)
@@ -24,7 +25,7 @@ def problem(dtype=torch.float64):
 
 
 def gradient(params, rows):
-    return torch.func.grad(lambda p: (torch.tanh(rows @ p["w"] + p["b"]) ** 2).mean())(params)
+    return torch.func.grad(lambda p: (torch.tanh(p["scale"] * (rows @ p["w"]) + p["b"]) ** 2).mean())(params)
 
 
 def sgd():

@@ -212,7 +212,7 @@ class _FirstPass(Called):
             tensors += own.parameters()
         across = parameters.owner.merged_over(job.program.across)
         program = job.first(grad_fn=summarise, across=across)
-        self.reductions = [] if across is None else reductions_of(program, parameters.backend)
+        self.reductions = reductions_of(across, program.memory)
         super().__init__(program, summarise, arguments, merges=self.reductions)
         self.parameters, self.devices = parameters, devices_of(tensors)
         # Whether all replicas run the module equally often, because each run communicates. Others

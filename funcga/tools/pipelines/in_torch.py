@@ -82,7 +82,7 @@ def pipeline_value_and_grad(
     if n_microbatches is not None:
         n_microbatches = check_count(n_microbatches, "n_microbatches")
     module = nn.ModuleDict({str(stage.stage_index): stage.submod for stage in pipeline.stages})
-    wrapper = wrapper_of(module, "every") or Wrapper([], "a pipeline", "every")
+    wrapper = wrapper_of(module, "every")
     if wrapper.wrapped:
         _check_wrapper(wrapper, module)
     return PipelineGradient(module, loss_fn, has_aux, False, wrapper, pipeline, n_microbatches)

@@ -31,7 +31,7 @@ from torch_backend.modules.checks import check_not_wrapped
 from torch_backend.reduce import Reduction
 from torch_backend.reduce.header import nothing_to_fold
 from torch_backend.replicas import Replicas, channel_of, check_alike
-from torch_backend.wrapped.ddp import DDP
+from torch_backend.wrapped.ddp import DDP, assigned
 from torch_backend.wrapped.window import WrappedGradient, WrappedWindow
 
 Values = list[tuple[torch.Tensor, Tree]]  # the loss and the aux of each micro-batch
@@ -150,7 +150,7 @@ class ScheduledWindow(WrappedWindow):
             masks = self.masked()
         # The schedule itself prepares DDP for the last backward pass. The forward pass that infers
         # shapes must not: DDP would take the first backward pass for the last.
-        waiting = wrapper.waiting() if isinstance(wrapper, DDP) else nullcontext()
+        waiting = assigned(wrapper.flags(False)) if isinstance(wrapper, DDP) else nullcontext()
         with recording(), masks, wrapper.synchronising(), waiting:
             pipeline.run(inputs, loss, self._together)
         self.is_last = is_last

@@ -184,6 +184,10 @@ class _Echo(Channel):
     def send_owed(self) -> None:
         """Nothing: what real steps owe is sent by the next one of them."""
 
+    def gather(self, mine: torch.Tensor) -> Any:
+        """The tensor of all."""
+        return lambda: [mine] * self.count
+
     def exchange(self, mine: list[float]) -> Any:
         """The numbers of all."""
         return lambda: [mine] * self.count
@@ -202,10 +206,6 @@ class _Echo(Channel):
 
     def allreduce(self, tensors: list[torch.Tensor]) -> "_Echo":
         """A sum, of numbers that mean nothing."""
-        return self
-
-    def allgather(self, received: list[list[torch.Tensor]], sent: list[torch.Tensor]) -> "_Echo":
-        """What all have, which stays empty here."""
         return self
 
     def wait(self) -> None:
