@@ -352,14 +352,6 @@ def test_where_matplotlib_is_not_installed(monkeypatch):
         funcga.compare(1, 1).plot("x.png")
 
 
-@pytest.mark.parametrize(("options", "text"), [
-    ({"rtol": 1, "reduction": 2}, "rtol=1 and reduction=2 are two limits: .* Give one of them"),
-])  # fmt: skip
-def test_bad_options(options, text):
-    with pytest.raises(funcga.FuncgaError, match=text):
-        funcga.compare(1.0, 1.0, **options)
-
-
 @pytest.mark.parametrize("options", [{"rtol": -1}, {"rtol": math.nan}, {"atol": math.nan}, {"reduction": 0}], ids=str)
 def test_no_limit_that_is_none_makes_leaves_close(options):
     assert only(1.0, 1.0 + 1e-9, **options).status == "beyond"
