@@ -16,34 +16,34 @@ from funcga.tools.verify.causes.calls import by_position
 from funcga.tools.verify.causes.counts import totals_line
 from funcga.tools.verify.causes.groups import Evidence, compare_groups
 from funcga.tools.verify.causes.lines import fold_line, signature
-from funcga.tools.verify.causes.rows import of_means, of_statistics
+from funcga.tools.verify.causes.rows import of_statistics
 from funcga.tools.verify.counted import counts, form
 from funcga.tools.verify.exact import Case
-from funcga.tools.verify.probe import Probe
+from funcga.tools.verify.probe import Probe, Rows
 
 
-def explain(case: Case) -> list[Answer]:
+def explain(case: Case) -> Sequence[Answer]:
     """The causes of the differences in the table of splits, at least one if there are any: those
     of the first question that has an answer.
     """
-    answers = [*by_position(case)] or [*by_kind(case)] or [*unexplained(case)]
+    answers = [*by_position(case)] or by_kind(case, case.pairs) or [*unexplained(case)]
     return [*apart_from_an_epsilon(case, causes_in(answers))] or answers
 
 
-def by_kind(case: Case) -> Iterator[Cause]:
-    """The causes found from groups of rows, each name once."""
+def by_kind(case: Case, pairs: Sequence[tuple[Rows, Rows]]) -> list[Cause]:
+    """The causes found from these pairs of groups of rows, each name once."""
     found = dict[str, Cause]()
     for leaves in _alike(case.probe, case.failed):
-        # Of the pairs of groups the first one that shows something decides.
-        for pair in case.pairs:
-            causes = causes_of(compare_groups(case, leaves, *pair))
+        # The first pair that shows something decides.
+        for pair in pairs:
+            causes = _causes_of(compare_groups(case, leaves, *pair))
             if causes:
                 found = {each.name: each for each in causes} | found
                 break
         # The value of a loss fails for the same reasons as its gradients.
         if found and case.probe.whole[leaves[0]].ndim:
             break
-    yield from found.values()
+    return [*found.values()]
 
 
 def _alike(probe: Probe, failed: Sequence[int]) -> list[list[int]]:
@@ -60,7 +60,7 @@ def _alike(probe: Probe, failed: Sequence[int]) -> list[list[int]]:
     return sorted(found, key=lambda leaves: (probe.whole[leaves[0]].ndim == 0, -leaves[0]))
 
 
-def causes_of(evidence: Evidence) -> list[Cause]:
+def _causes_of(evidence: Evidence) -> list[Cause]:
     """The causes for these leaves; none if their fold is exact for their kind."""
     kind = evidence.kind.name
     if evidence.divides_by == "steps" and kind in ("sum", "sum and constant", "mean"):
@@ -106,7 +106,7 @@ def _of_mean(evidence: Evidence) -> Iterator[Cause]:
     is_counted = is_right or evidence.divisor is not None
     not_additive = [*_not_additive(evidence)]
     if not is_counted and evidence.reweighs():
-        yield of_means(evidence)
+        yield of_statistics(evidence)
     elif not_additive:
         yield from not_additive
     elif is_right:
@@ -249,9 +249,11 @@ def apart_from_an_epsilon(case: Case, causes: Sequence[Cause]) -> Iterator[Answe
     names = {each.name for each in causes}
     if not names or not names <= VAGUE or case.failed != case.splits.failed:
         return
-    worst = case.splits.worst
-    found = _within(case, 10 * worst if worst <= _SMALL else _EPSILON)
-    if worst <= _SMALL and found == []:
+    # The same splits, where larger differences count as rounding.
+    worst, loose = case.splits.worst, copy.copy(case)
+    loose.limit = case.limit._replace(relative=10 * worst if worst <= _SMALL else _EPSILON)
+    found = by_kind(loose, [case.parts])
+    if worst <= _SMALL and not found:
         yield _small_remainder(case)
     elif found and case.limit.relative < 1e-8 and VAGUE.isdisjoint(each.name for each in found):
         yield from found
@@ -264,19 +266,3 @@ def _small_remainder(case: Case) -> Answer:
     is_of_value = not is_of_gradient and any(leaf.ndim for leaf in probe.whole)
     words = {"where": probe.paths[failed[0]], "difference": case.splits.worst}
     return (note if is_of_value else cause)("small remainder", **words)
-
-
-def _within(case: Case, relative: float) -> list[Cause] | None:
-    """The causes for the leaves that differ, where larger differences count as rounding; None if
-    that cannot be told.
-    """
-    # With the same splits.
-    loose = copy.copy(case)
-    loose.limit = case.limit._replace(relative=relative)
-    groups = [
-        compare_groups(loose, leaves, *case.parts) for leaves in _alike(case.probe, case.failed)
-    ]
-    if any(group.kind.name == "unknown" for group in groups):
-        return None
-    found = {each.name: each for group in groups for each in causes_of(group)}
-    return [*found.values()]

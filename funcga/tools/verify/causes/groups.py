@@ -1,10 +1,9 @@
 """Groups: which kind of function of its rows a result is, found from groups of rows.
 
 F(i, j) is the gradient of a batch that has a group A of rows i times and another one, B, j times.
-Repeating the whole batch k times separates a sum S from the rest M: F = k S + M. A sum is additive
-in the groups. A mean is a weighted average of F(1, 0) and F(0, 1), with weights proportional to
-what the loss counts. Any other F that repetition does not change depends on statistics of the
-batch, or is a sum of several means, which counts in the batch then explain.
+A sum is i F(1, 0) + j F(0, 1). A mean is a weighted average of F(1, 0) and F(0, 1), with weights
+proportional to what the loss counts. Any other F that repetition does not change depends on means
+over the batch, or is a sum of several means, which counts in the batch then explain.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -138,8 +137,7 @@ class Evidence:
             # is counted. Fit those means.
             shares = [each / each.sum(1, keepdims=True) for each in counted]
             terms = np.concatenate([*shares, *([times] if has_sum else [])], axis=1)
-            means = np.linalg.lstsq(terms, values, rcond=None)[0]
-            if np.linalg.norm(terms @ means - values) <= tolerance:
+            if np.linalg.norm(_remainder(terms, values)) <= tolerance:
                 yield indices
 
     def leaves_out(self, weigh: Callable[[Rows], float]) -> bool:
@@ -197,49 +195,35 @@ def _values_at(
     }
 
 
-_Near = Callable[[Array, Array], bool]
+def _remainder(terms: Array, values: Array) -> Array:
+    """What is left of the values at each point after the best linear combination of the terms."""
+    return terms @ np.linalg.lstsq(terms, values, rcond=None)[0] - values
 
 
 def classify(f: _Points, tolerance: float) -> Kind:
     """The Kind of a function, from its scaled values at points (i, j)."""
-    near: _Near = lambda x, y: bool(np.abs(x - y).max(initial=0.0) <= tolerance)
-    # Not linear in the number of repetitions: neither a sum nor a mean.
-    if (3, 3) in f and not near(f[3, 3], 2 * f[2, 2] - f[1, 1]):
-        return _as_growth(f)
-    # F = k S + M for k repetitions, so F(2i, 2j) - F(i, j) is S, and M what is left.
-    once = ((1, 0), (0, 1), (1, 1))
-    sums: _Points = {(i, j): f[2 * i, 2 * j] - f[i, j] for i, j in once}
-    rests: _Points = {point: f[point] - sums[point] for point in once}
-    is_sum = all(near(rest, 0) for rest in rests.values())
-    if all(near(part, 0) for part in sums.values()):
-        return Kind("nothing") if is_sum else _as_mean(f, near)
-    if not near(sums[1, 1], sums[1, 0] + sums[0, 1]):
-        return Kind("statistics")
-    if is_sum:
+    times, values = np.array([*f]), np.array([*f.values()])
+    near: Callable[[Array, Array], bool] = lambda x, y: np.abs(x - y).max(initial=0.0) <= tolerance
+    is_made_of: Callable[[Array], bool] = lambda terms: near(_remainder(terms, values), 0)
+    if near(values, 0):
+        return Kind("nothing")
+    if is_made_of(times):
         return Kind("sum")
-    if near(rests[1, 0], rests[0, 1]) and near(rests[1, 1], rests[1, 0]):
-        return Kind("sum and constant")
-    return Kind("statistics")
-
-
-def _as_growth(f: _Points) -> Kind:
-    """The Kind of any other function that grows with repetitions: "statistics" if it converges,
-    else "coupled".
-    """
-    first, second = (float(np.linalg.norm(f[k + 1, k + 1] - f[k, k])) for k in (1, 2))
-    return Kind("statistics" if second < _SETTLING * first else "coupled")
-
-
-def _as_mean(f: _Points, near: _Near) -> Kind:
-    """The Kind of a function that repeating the batch does not change: "mean" or "statistics"."""
+    # Where A and B differ, the value of both lies on the line between them. The ratio that this
+    # mixture shows must hold for every other.
     a, b, both = f[1, 0], f[0, 1], f[1, 1]
-    apart, share = a - b, 0.5
-    # Where A and B differ, their mixture lies on the line between them.
-    if not near(apart, 0):
-        share = float((both - b) @ apart / (apart @ apart))
-    if not 0 < share < 1:
-        return Kind("statistics")
-    # The ratio that one mixture shows must hold for every other.
-    ratio = share / (1 - share)
-    is_mean = all(near(f[i, j], (i * ratio * a + j * b) / (i * ratio + j)) for i, j in f)
-    return Kind("mean", ratio) if is_mean else Kind("statistics")
+    apart = a - b
+    share = 0.5 if near(apart, 0) else float((both - b) @ apart / (apart @ apart))
+    if 0 < share < 1:
+        ratio = share / (1 - share)
+        weights = times * [ratio, 1]
+        if is_made_of(weights / weights.sum(1, keepdims=True)):
+            return Kind("mean", ratio)
+    if is_made_of(np.column_stack([times, np.ones(len(times))])):
+        return Kind("sum and constant")
+    # What does not grow linearly with the number of repetitions, and does not converge.
+    if (3, 3) in f and not near(f[3, 3], 2 * f[2, 2] - both):
+        first, second = (float(np.linalg.norm(f[k + 1, k + 1] - f[k, k])) for k in (1, 2))
+        if second >= _SETTLING * first:
+            return Kind("coupled")
+    return Kind("statistics")

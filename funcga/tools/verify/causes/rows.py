@@ -25,34 +25,19 @@ from funcga.tools.verify.probe import Probe, Rows
 
 def of_statistics(evidence: Evidence) -> Cause:
     """The Cause of a loss that depends on statistics of its rows, or couples them."""
-    case, layers = evidence.case, evidence.probe.layers()
-    if _grows_as_a_logarithm(evidence.probe, evidence.a):
+    case, probe, kind = evidence.case, evidence.probe, evidence.kind.name
+    layers, twice = probe.layers(), probe.try_values(probe.all_rows * 2)
+    # The value of log(sum) does so as well, and its gradient is a mean.
+    if kind != "mean" and _grows_as_a_logarithm(probe, evidence.a):
         return evidence.cause("in-batch negatives", line=coupled_line(case, "embeddings"))
-    if evidence.kind.name == "coupled":
-        return of_sums(evidence, "coupled rows")
-    if layers:
+    if layers and kind != "coupled":
         return evidence.cause("batch statistics: layers", layers=layers)
-    return of_means(evidence)
-
-
-def of_means(evidence: Evidence) -> Cause:
-    """The Cause of a loss that is a function of means over rows, as a variance is, or of sums over
-    them, as a ratio with a constant in it is.
-    """
-    case, probe = evidence.case, evidence.probe
-    twice = probe.try_values(probe.all_rows * 2)
-    # A function of means alone is the same for all rows twice.
-    if twice is not None and case.differ(twice, probe.whole):
-        return of_sums(evidence, "batch statistics")
-    return of_sums(evidence, "batch statistics", "mean")
-
-
-def of_sums(evidence: Evidence, key: str, kind: str = "sum") -> Cause:
-    """The Cause of a loss that is a function of sums over rows, as the square of a sum is, or of
-    means.
-    """
-    line = coupled_line(evidence.case, f"{kind}s", f"funcga.{kind}()")
-    return evidence.cause(key, line=line, kind=kind)
+    # A function of means alone, as a variance is, is the same for all rows twice; one of sums, as a
+    # ratio with a constant in it, is not.
+    word = "mean" if twice is None or not case.differ(twice, probe.whole) else "sum"
+    line = coupled_line(case, f"{word}s", f"funcga.{word}()")
+    key = "coupled rows" if kind == "coupled" else "batch statistics"
+    return evidence.cause(key, line=line, kind=word)
 
 
 def _grows_as_a_logarithm(probe: Probe, rows: Rows) -> bool:
