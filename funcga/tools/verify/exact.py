@@ -13,8 +13,9 @@ import numpy as np
 
 from funcga._types import Array
 from funcga.errors import FuncgaError
+from funcga.folds import Fold
 from funcga.tools.verify.counted import counts
-from funcga.tools.verify.probe import Leaves, Probe, Rows, Trace
+from funcga.tools.verify.probe import Leaves, Probe, Rows
 
 # --- which differences are rounding
 
@@ -108,18 +109,15 @@ class Measured(NamedTuple):
         return self.error is None and self.relative <= self.limit
 
     def __str__(self) -> str:
-        return self.error or f"{self.leaf} differs by {self.relative:.1e}, limit {self.limit:.0e}"
+        difference = f"{self.relative:.1e} at {self.leaf}, limit {self.limit:.0e}"
+        return f"{self.split}: {self.error or difference}"
 
 
 class Splits(NamedTuple):
-    """The table of the splits, and the leaves that differ, by index.
-
-    failed: without carried state; carried: carried state.
-    """
+    """The table of the splits, and the leaves that differ, by index."""
 
     rows: list[Measured]
     failed: list[int]
-    carried: list[int]
 
     @property
     def are_exact(self) -> bool:
@@ -134,7 +132,7 @@ class Splits(NamedTuple):
     @property
     def first(self) -> str:
         """The first split that differs, in words."""
-        return next(f"{row.split}: {row}" for row in self.rows if not row.ok)
+        return next(str(row) for row in self.rows if not row.ok)
 
 
 def first_line(error: Exception) -> str:
@@ -152,8 +150,11 @@ GROUP = 4
 _TRIES = 60
 
 
-# Until `calls.repeatable` has looked at a call.
-_NOTHING, _DOUBLE = Trace([]), limit_of(2.0**-52)
+def is_compared(fold: Fold) -> bool:
+    """Whether the result does not depend on the number of micro-batches by definition, as moments
+    and carried state do.
+    """
+    return not (fold.reducer.over_steps or fold.reducer.carries)
 
 
 @dataclass(eq=False)
@@ -164,15 +165,15 @@ class Case:
         probe: The function. A question may correct its folds for further questions.
         counts: The numbers of micro-batches that were asked for, none by default.
         seed: Of the order of rows, and of the groups that are looked at.
-        trace: The trace of one call, which `calls.repeatable` makes.
-        limit: Which differences count as rounding, which follows from it.
+        draws: Whether a call draws random numbers, which `calls.repeatable` finds out.
+        limit: Which differences count as rounding, which it finds out as well.
     """
 
     probe: Probe
     counts: Sequence[int]
     seed: int
-    trace: Trace = _NOTHING
-    limit: Limit = _DOUBLE
+    draws: bool = False
+    limit: Limit = limit_of(2.0**-52)  # noqa: RUF009 - a frozen value
 
     @cached_property
     def orders(self) -> list[Rows]:
@@ -234,8 +235,7 @@ class Case:
         first = probe.rows - self.group
         uneven = np.array_split(order, [first])
         splits.append((name, uneven, permuted, {"microbatch_size": first}))
-        # Moments depend on the number of micro-batches.
-        compared = [i for i, fold in enumerate(probe.folds) if not fold.reducer.over_steps]
+        compared = [i for i, fold in enumerate(probe.folds) if is_compared(fold)]
         failed = set[int]()
         for split, parts, expected, cut in splits:
             sizes, rows = tuple(map(len, parts)), tuple(np.concatenate(parts).tolist())
@@ -250,8 +250,7 @@ class Case:
                 row, apart = self.measured(split, sizes, compared, result, expected)
                 table.append(row)
                 failed |= apart
-        carried = {i for i in failed if probe.folds[i].reducer.carries}
-        return Splits(table, sorted(failed - carried), sorted(carried))
+        return Splits(table, sorted(failed))
 
     def measured(
         self, split: str, sizes: Rows, leaves: Sequence[int], result: Leaves, expected: Leaves

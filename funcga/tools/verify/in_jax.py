@@ -66,7 +66,7 @@ def trace_call(
         const for const in program.consts if not jnp.issubdtype(const.dtype, jax.dtypes.prng_key)
     ]
     text = re.sub("0x[0-9a-f]+", "", str(program))
-    return values, text, max(eps, default=0.0), bool(names & _DRAWS)
+    return values, text, max(eps, default=2.0**-52), bool(names & _DRAWS)
 
 
 _DRAWS = {"random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform"}

@@ -11,7 +11,7 @@ from funcga._types import Tree
 from funcga.folds import concat
 from funcga.tools.verify.causes import Answer, cause, note, stop
 from funcga.tools.verify.causes.lines import fold_line, loss_names
-from funcga.tools.verify.exact import Case, largest
+from funcga.tools.verify.exact import Case, is_compared, largest
 
 
 def small_gradients(case: Case) -> Iterator[Answer]:
@@ -29,7 +29,8 @@ def small_gradients(case: Case) -> Iterator[Answer]:
     # The usual case: gradients stand out from the floor.
     if not 0 < top < limit.floor / limit.relative:
         return
-    if top > 8 * case.trace.epsilon**0.75 * max(abs(probe.loss(rows)) for rows in evaluated):
+    epsilon = limit.floor / 8
+    if top > 8 * epsilon**0.75 * max(abs(probe.loss(rows)) for rows in evaluated):
         case.limit = limit._replace(floor=limit.floor * top)
     else:
         yield note("small gradients", top=top)
@@ -110,12 +111,11 @@ def wrong_gradient(case: Case) -> Iterator[Answer]:
 
 def remarks(case: Case) -> Iterator[Answer]:
     """Notes about what was not compared."""
-    probe, carried = case.probe, case.splits.carried
+    probe = case.probe
     if probe.gradient is None and not probe.gradient_leaves():
         yield note("loss")
-    if any(fold.reducer.over_steps for fold in probe.folds):
-        yield note("moments")
-    if carried:
-        yield note("carried", where=probe.paths[carried[0]])
+    others = [i for i, fold in enumerate(probe.folds) if not is_compared(fold)]
+    if others:
+        yield note("not compared", where=probe.paths[others[0]])
     if probe.has_state:
         yield note("threaded")
