@@ -114,10 +114,13 @@ class Measured(NamedTuple):
 
 
 class Splits(NamedTuple):
-    """The table of the splits, and the leaves that differ, by index."""
+    """The table of the splits, the leaves that differ, by index, and how far one micro-batch with
+    its rows in another order differs.
+    """
 
     rows: list[Measured]
     failed: list[int]
+    permuted: Measured
 
     @property
     def are_exact(self) -> bool:
@@ -250,7 +253,10 @@ class Case:
                 row, apart = self.measured(split, sizes, compared, result, expected)
                 table.append(row)
                 failed |= apart
-        return Splits(table, sorted(failed))
+        position, _ = self.measured(
+            "one micro-batch, permuted", (probe.rows,), probe.additive(), permuted, whole
+        )
+        return Splits(table, sorted(failed), position)
 
     def measured(
         self, split: str, sizes: Rows, leaves: Sequence[int], result: Leaves, expected: Leaves

@@ -87,16 +87,11 @@ def _distance(case: Case, first: tuple[Array, ...], other: tuple[Array, ...]) ->
     return max(limit.differences(numbers(values), numbers(other_values)), default=0.0)
 
 
-def by_position(case: Case) -> Iterator[Answer]:
+def by_position(case: Case) -> Iterator[Cause]:
     """Results that change with the order of the rows alone, in one micro-batch."""
-    probe, added = case.probe, case.probe.additive()
-    if probe.has_state or not case.splits.failed or not added:
-        return
-    whole, permuted = probe.step_values([probe.all_rows, case.order], n=1)
-    split = "one micro-batch, permuted"
-    row, apart = case.measured(split, (probe.rows,), added, permuted, whole)
-    case.splits.rows.append(row)
-    if apart:
+    row = case.splits.permuted
+    if case.splits.failed and not row.ok:
+        case.splits.rows.append(row)
         yield of_position(case, row.relative, row.leaf)
 
 

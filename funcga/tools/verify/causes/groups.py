@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations, product
-from typing import NamedTuple
 
 import numpy as np
 
@@ -20,18 +19,6 @@ from funcga.tools.verify.causes import Cause, cause
 from funcga.tools.verify.counted import Count, counts
 from funcga.tools.verify.exact import Case
 from funcga.tools.verify.probe import Probe, Rows
-
-
-class Kind(NamedTuple):
-    """What kind of function of its rows some leaves are.
-
-    name: "nothing", "sum", "sum and constant", "mean", "statistics", "coupled", or "unknown" where
-    it could not be evaluated. ratio: of a mean, how much A weighs for each B.
-    """
-
-    name: str
-    ratio: float = 0.0
-
 
 # How often each group of rows is in a batch, and the values there: a list of arrays, later one
 # vector of size 1.
@@ -47,13 +34,12 @@ _SETTLING = 0.45
 
 @dataclass(frozen=True, eq=False)
 class Evidence:
-    """The Kind of some leaves under one fold, found from two groups of rows, a and b."""
+    """What two groups of rows, a and b, show of some leaves under one fold."""
 
     case: Case
     leaves: Sequence[int]
     a: Rows
     b: Rows
-    kind: Kind
 
     @property
     def probe(self) -> Probe:
@@ -71,21 +57,29 @@ class Evidence:
         return self.probe.program.weight is not None
 
     @property
-    def divides_by(self) -> str | None:
-        """What the fold divides by."""
-        return self.fold.normalizer.divides_by
+    def kind(self) -> str:
+        """What kind of function of its rows the leaves are: "nothing", "sum", "sum and constant",
+        "mean", "statistics", "coupled", or "unknown" where it could not be evaluated.
+        """
+        return self._kind_and_ratio[0]
+
+    @property
+    def ratio(self) -> float:
+        """Of a mean, how much A weighs for each B."""
+        return self._kind_and_ratio[1]
+
+    @cached_property
+    def _kind_and_ratio(self) -> tuple[str, float]:
+        values = _values_at(self.case, (self.a, self.b), self.leaves, _POINTS)
+        if not values.keys() >= _NEEDED:
+            return "unknown", 0.0
+        return classify(values, 10 * self.case.limit.relative)
 
     def cause(self, key: str, **words: object) -> Cause:
         """The Cause with the texts of this key, for these leaves."""
-        words = {
-            "where": self.probe.paths[self.leaves[0]],
-            "a": len(self.a),
-            "b": len(self.b),
-            "ratio": self.kind.ratio,
-            "subject": self.probe.subject,
-            **words,
-        }
-        return cause(key, **words)
+        where, subject = self.probe.paths[self.leaves[0]], self.probe.subject
+        sizes = {"a": len(self.a), "b": len(self.b), "ratio": self.ratio}
+        return cause(key, **{"where": where, "subject": subject} | sizes | words)
 
     @cached_property
     def weights(self) -> tuple[float, float, float]:
@@ -159,20 +153,11 @@ class Evidence:
         moved = self.probe.at_other_parameters()
         if moved is None:
             return False
-        kind = compare_groups(replace(self.case, probe=moved), self.leaves, self.a, self.b).kind
-        if kind.name != self.kind.name:
-            return kind.name in ("statistics", "coupled")
-        ratio, tolerance = self.kind.ratio, max(1e-5, 100 * self.case.limit.relative)
-        return abs(ratio - kind.ratio) > tolerance * (ratio + kind.ratio)
-
-
-def compare_groups(case: Case, leaves: Sequence[int], a: Rows, b: Rows) -> Evidence:
-    """The Evidence of the groups A and B for these leaves of the output."""
-    vectors = _values_at(case, (a, b), leaves, _POINTS)
-    kind = Kind("unknown")
-    if vectors.keys() >= _NEEDED:
-        kind = classify(vectors, 10 * case.limit.relative)
-    return Evidence(case, leaves, a, b, kind)
+        other = replace(self, case=replace(self.case, probe=moved))
+        if other.kind != self.kind:
+            return other.kind in ("statistics", "coupled")
+        tolerance = max(1e-5, 100 * self.case.limit.relative)
+        return abs(self.ratio - other.ratio) > tolerance * (self.ratio + other.ratio)
 
 
 def _values_at(
@@ -200,15 +185,15 @@ def _remainder(terms: Array, values: Array) -> Array:
     return terms @ np.linalg.lstsq(terms, values, rcond=None)[0] - values
 
 
-def classify(f: _Points, tolerance: float) -> Kind:
-    """The Kind of a function, from its scaled values at points (i, j)."""
+def classify(f: _Points, tolerance: float) -> tuple[str, float]:
+    """The kind and the ratio of a function, from its scaled values at points (i, j)."""
     times, values = np.array([*f]), np.array([*f.values()])
     near: Callable[[Array, Array], bool] = lambda x, y: np.abs(x - y).max(initial=0.0) <= tolerance
     is_made_of: Callable[[Array], bool] = lambda terms: near(_remainder(terms, values), 0)
     if near(values, 0):
-        return Kind("nothing")
+        return "nothing", 0.0
     if is_made_of(times):
-        return Kind("sum")
+        return "sum", 0.0
     # Where A and B differ, the value of both lies on the line between them. The ratio that this
     # mixture shows must hold for every other.
     a, b, both = f[1, 0], f[0, 1], f[1, 1]
@@ -218,12 +203,12 @@ def classify(f: _Points, tolerance: float) -> Kind:
         ratio = share / (1 - share)
         weights = times * [ratio, 1]
         if is_made_of(weights / weights.sum(1, keepdims=True)):
-            return Kind("mean", ratio)
+            return "mean", ratio
     if is_made_of(np.column_stack([times, np.ones(len(times))])):
-        return Kind("sum and constant")
+        return "sum and constant", 0.0
     # What does not grow linearly with the number of repetitions, and does not converge.
     if (3, 3) in f and not near(f[3, 3], 2 * f[2, 2] - both):
         first, second = (float(np.linalg.norm(f[k + 1, k + 1] - f[k, k])) for k in (1, 2))
         if second >= _SETTLING * first:
-            return Kind("coupled")
-    return Kind("statistics")
+            return "coupled", 0.0
+    return "statistics", 0.0

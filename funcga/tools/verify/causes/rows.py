@@ -25,7 +25,7 @@ from funcga.tools.verify.probe import Probe, Rows
 
 def of_statistics(evidence: Evidence) -> Cause:
     """The Cause of a loss that depends on statistics of its rows, or couples them."""
-    case, probe, kind = evidence.case, evidence.probe, evidence.kind.name
+    case, probe, kind = evidence.case, evidence.probe, evidence.kind
     layers, twice = probe.layers(), probe.try_values(probe.all_rows * 2)
     # The value of log(sum) does so as well, and its gradient is a mean.
     if kind != "mean" and _grows_as_a_logarithm(probe, evidence.a):
