@@ -216,8 +216,9 @@ class Case:
     @property
     def pairs(self) -> list[tuple[Rows, Rows]]:
         """Two groups of rows each: few at first, then all."""
-        size = min(GROUP, self.probe.rows // 2)
-        return [*((order[:size], order[size : 2 * size]) for order in self.orders[1:]), self.parts]
+        size = self.group
+        few = [(order[:size], order[size : 2 * size]) for order in self.orders[1:]]
+        return [*few, self.parts]
 
     @cached_property
     def splits(self) -> Splits:
@@ -230,18 +231,15 @@ class Case:
         # State goes through the rows in their order only.
         order, name = (every, "uneven") if probe.has_state else (self.order, "uneven, permuted")
         whole, permuted = probe.step_values([every, order], n=1)
-        # What each split is called, its micro-batches, what they are to give, and how it is cut.
-        splits = [
-            (f"n = {n}", np.array_split(every, n), whole, {"n": n})
-            for n in self.counts or [min(3, probe.rows)]
-        ]
-        first = probe.rows - self.group
-        uneven = np.array_split(order, [first])
-        splits.append((name, uneven, permuted, {"microbatch_size": first}))
         compared = [i for i, fold in enumerate(probe.folds) if is_compared(fold)]
-        failed = set[int]()
-        for split, parts, expected, cut in splits:
-            sizes, rows = tuple(map(len, parts)), tuple(np.concatenate(parts).tolist())
+        failed, first = set[int](), probe.rows - self.group
+        # What each split is called, its rows and what they are to give, and how they are cut.
+        splits: list[tuple[str, Rows, Leaves, dict[str, int]]] = [
+            (f"n = {n}", every, whole, {"n": n}) for n in self.counts or [min(3, probe.rows)]
+        ]
+        splits.append((name, order, permuted, {"microbatch_size": first}))
+        for split, rows, expected, cut in splits:
+            sizes = tuple(map(len, np.array_split(rows, cut.get("n", [first]))))
             try:
                 (result,) = probe.step_values([rows], **cut)
             except FuncgaError:
