@@ -185,7 +185,7 @@ class Case:
         """
         rows, size = self.probe.rows, self.group
         # The three groups, and the smaller of the two uneven parts.
-        starts = {0, size, min(2 * size, rows - size), rows - size}
+        starts = (0, size, 2 * size, rows - size)
         every = [(row,) for row in self.probe.all_rows]
         of_rows = [np.array([*map(count.of, every)]) for count in counts(self.probe)]
         rare = [each for each in of_rows if (each >= 0).all() and 0 in each and each.any()]

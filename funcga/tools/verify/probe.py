@@ -305,7 +305,7 @@ class Probe:
         """The leaves that are gradients, or have the shape of a parameter, for a function of the
         user's own.
         """
-        if self.gradient is not None and self.job is None:
+        if self.gradient is not None:
             numbered = self.like_output([*range(len(self.whole))])
             gradient = self.gradient.gradient_in(numbered)
             return sorted({*self.additive()}.intersection(self.backend.trees.flatten(gradient)[0]))

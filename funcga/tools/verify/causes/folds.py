@@ -128,19 +128,19 @@ def _of_mean_under(evidence: Evidence, name: str) -> Cause:
     """
     divisor, is_mean = evidence.divisor, evidence.kind == "mean"
     count, (weight_a, weight_b, _) = divisor or form(evidence.probe), evidence.weights
-    is_left_out = is_mean and divisor is not None and evidence.leaves_out(divisor.of)
+    words = {"weight_a": weight_a, "weight_b": weight_b}
+    if is_mean and divisor is not None and evidence.leaves_out(divisor.of):
+        return evidence.cause(name, line=_left_out_line(evidence), **words)
     # A fold for means stays; and of its rows a micro-batch has the weight by default.
-    keeps_fold = name in ("uneven tokens", "wrong weight") and not is_left_out
-    fold = "funcga.mean()" if is_mean and not is_left_out else "funcga.per_weight()"
+    keeps_fold = name in ("uneven tokens", "wrong weight")
+    fold = "funcga.mean()" if is_mean else "funcga.per_weight()"
     options = [] if keeps_fold else [_fold_line(evidence, fold)]
     if is_mean and (keeps_fold or evidence.has_weight or not count.is_of_rows):
         options.append(count.line)
     line = ", ".join(options)
-    if is_left_out:
-        line = note("left out", line=line, subject=evidence.probe.subject)
-    elif is_mean and divisor is None:
+    if is_mean and divisor is None:
         line = note("form", line=line)
-    return evidence.cause(name, line=line, weight_a=weight_a, weight_b=weight_b)
+    return evidence.cause(name, line=line, **words)
 
 
 def _fold_line(evidence: Evidence, better: str) -> str:
@@ -190,11 +190,14 @@ def weightless_rows(case: Case) -> Iterator[Answer]:
 def _left_out(evidence: Evidence) -> Iterator[Cause]:
     """Rows of weight 0 whose gradient is not 0: a mean leaves out a micro-batch of them."""
     if evidence.has_weight and evidence.leaves_out(evidence.probe.weigh):
-        options = [_fold_line(evidence, "funcga.per_weight()")]
-        if evidence.divisor is not None:
-            options.append(evidence.divisor.line)
-        line = note("left out", line=", ".join(options), subject=evidence.probe.subject)
-        yield evidence.cause("wrong weight: rows left out", line=line)
+        yield evidence.cause("wrong weight: rows left out", line=_left_out_line(evidence))
+
+
+def _left_out_line(evidence: Evidence) -> str:
+    options = [_fold_line(evidence, "funcga.per_weight()")]
+    if evidence.divisor is not None:
+        options.append(evidence.divisor.line)
+    return note("left out", line=", ".join(options), subject=evidence.probe.subject)
 
 
 # --- what no kind explains
