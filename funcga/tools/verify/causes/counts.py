@@ -54,13 +54,7 @@ def of_totals(case: Case) -> Iterator[Answer]:
             words = {"parts": float(x + y), "whole": float(both)}
             yield cause("totals not additive", path=path, **words)
             break
-    # Twice the totals halve what is divided by them.
-    halved = probe.with_totals([2] * len(paths))
-    for i in probe.additive():
-        is_divided = probe.folds[i].normalizer.divides_by is not None and np.any(probe.whole[i])
-        if is_divided and np.allclose(2 * halved[i], probe.whole[i], rtol=1e-6, atol=0):
-            yield cause("divided twice", where=probe.paths[i])
-            break
+    yield from _divided_twice(probe, paths)
     for path, values in totals:
         shares = [total / len(rows) for total, rows in zip(values, parts, strict=True)]
         # What every row has as much of, such as a count of rows, is never 0.
@@ -69,3 +63,13 @@ def of_totals(case: Case) -> Iterator[Answer]:
             if not all(np.isfinite(zeroed[i]).all() for i in probe.additive()):
                 yield cause("total of zero", path=path)
                 break
+
+
+def _divided_twice(probe: Probe, paths: Sequence[str]) -> Iterator[Answer]:
+    # Twice the totals halve what is divided by them.
+    halved = probe.with_totals([2] * len(paths))
+    for i in probe.additive():
+        is_divided = probe.folds[i].normalizer.divides_by is not None and np.any(probe.whole[i])
+        if is_divided and np.allclose(2 * halved[i], probe.whole[i], rtol=1e-6, atol=0):
+            yield cause("divided twice", where=probe.paths[i])
+            return

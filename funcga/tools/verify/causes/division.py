@@ -38,29 +38,39 @@ def divided_by_n(case: Case) -> Iterator[Answer]:
     n = case.counts[0] if len(case.counts) == 1 else None
     found = numbers(partial(probe.grad_fn, **probe.kwargs), n) if leaves else ()
     for number in sorted(found, key=lambda number: number.doubt):
-        step = probe.with_attributes(grad_fn=number.doubled).raw_step()
-        # The number was the length of something, and the function fails with another.
-        try:
-            changed = probe.numbers(step(*probe.take_rows(probe.all_rows)))
-        except Exception:
-            continue
-        factor = 0.5 if number.value > 1 else 2.0
-        size = largest([probe.whole[i] for i in leaves])
-        apart = [relative(changed[i], factor * probe.whole[i], size) for i in leaves]
-        if max(apart) > case.limit.relative:
-            continue
-        name, value = number.name, number.value
-        words = {"operation": f"{'/' if value > 1 else '*'} {name}", "name": name, "value": value}
-        # A number may stand for something else, such as the size of an axis of the batch.
-        split = [leaf for leaf, axis in probe.arguments if isinstance(axis, int)]
-        is_a_size = any(value in leaf.shape for leaf in split if leaf is not None)
-        is_summed = any(probe.folds[i].normalizer.divides_by is None for i in leaves)
-        key = "divided by n: summed" if is_summed else "divided by n"
-        if number.doubt == 2 or (number.doubt == 1 and is_a_size):
-            yield note("factor", **words)
-        else:
-            yield cause(key, twice=2 * value, factor=factor, **words)
-        return
+        if _is_factor(case, leaves, number):
+            yield _answer(case, leaves, number)
+            return
+
+
+def _is_factor(case: Case, leaves: list[int], number: "Number") -> bool:
+    """Whether these leaves are divided by the number, or multiplied by one below 1."""
+    probe = case.probe
+    step = probe.with_attributes(grad_fn=number.doubled).raw_step()
+    # The number was the length of something, and the function fails with another.
+    try:
+        changed = probe.numbers(step(*probe.take_rows(probe.all_rows)))
+    except Exception:
+        return False
+    factor = 0.5 if number.value > 1 else 2.0
+    size = largest([probe.whole[i] for i in leaves])
+    apart = [relative(changed[i], factor * probe.whole[i], size) for i in leaves]
+    return max(apart) <= case.limit.relative
+
+
+def _answer(case: Case, leaves: list[int], number: "Number") -> Answer:
+    """The cause, or a note if the number may stand for something else, such as the size of an axis
+    of the batch.
+    """
+    probe, name, value = case.probe, number.name, number.value
+    words = {"operation": f"{'/' if value > 1 else '*'} {name}", "name": name, "value": value}
+    split = [leaf for leaf, axis in probe.arguments if isinstance(axis, int) and leaf is not None]
+    is_a_size = any(value in leaf.shape for leaf in split)
+    if number.doubt == 2 or (number.doubt == 1 and is_a_size):
+        return note("factor", **words)
+    is_summed = any(probe.folds[i].normalizer.divides_by is None for i in leaves)
+    key = "divided by n: summed" if is_summed else "divided by n"
+    return cause(key, twice=2 * value, factor=0.5 if value > 1 else 2.0, **words)
 
 
 # --- the numbers that a function reads, each doubled in a copy
@@ -151,13 +161,7 @@ _Part = tuple[object, str, types.CodeType | None, Callable[[Any], object]]
 def _parts(value: Any, name: str, code: types.CodeType | None) -> Iterator[_Part]:
     kind = type(value)
     if isinstance(value, types.FunctionType):
-        # In a library only functions are followed, such as the loss that torch.func.grad closes
-        # over.
-        is_library = _is_library(value.__module__)
-        reader = code if is_library else value.__code__
-        for label, part in _variables(value).items():
-            if not is_library or isinstance(part, types.FunctionType):
-                yield part, label, reader, partial(_with, value, label)
+        yield from _of_function(value, code)
     elif isinstance(value, partial):
         yield value.func, name, code, lambda other: partial(other, *value.args, **value.keywords)
         reader = getattr(value.func, "__code__", None)
@@ -182,6 +186,15 @@ def _parts(value: Any, name: str, code: types.CodeType | None) -> Iterator[_Part
         yield value.__call__, name, code, lambda other: other
     elif code is not None:
         yield from _settings(value, name, code)
+
+
+def _of_function(function: types.FunctionType, code: types.CodeType | None) -> Iterator[_Part]:
+    # In a library only functions are followed, such as the loss that torch.func.grad closes over.
+    is_library = _is_library(function.__module__)
+    reader = code if is_library else function.__code__
+    for label, part in _variables(function).items():
+        if not is_library or isinstance(part, types.FunctionType):
+            yield part, label, reader, partial(_with, function, label)
 
 
 def _variables(function: types.FunctionType) -> dict[str, object]:
