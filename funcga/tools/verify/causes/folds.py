@@ -244,19 +244,25 @@ VAGUE = {
 
 def apart_from_an_epsilon(case: Case, causes: Sequence[Cause]) -> Iterator[Answer]:
     """What replaces these causes if it is all that is wrong but for a very small difference."""
+    probe, failed, worst = case.probe, case.failed, case.splits.worst
     are_vague = causes and all(each.name in VAGUE for each in causes)
-    if not are_vague or case.failed != case.splits.failed:
+    # A loss that refuses repeated rows shows no kind.
+    if not are_vague or failed != case.splits.failed or not probe.try_values(probe.all_rows * 2):
         return
     # The same splits, where larger differences count as rounding.
-    worst, loose = case.splits.worst, copy.copy(case)
-    is_small = worst <= _SMALL
+    loose, is_small = copy.copy(case), worst <= _SMALL
     loose.limit = case.limit._replace(relative=10 * worst if is_small else _EPSILON)
     found = by_kind(loose, [case.parts])
     if is_small and not found:
-        # A note if the value of the loss alone differs.
-        probe, arrays = case.probe, [i for i, leaf in enumerate(case.probe.whole) if leaf.ndim]
-        is_of_value = arrays and {*arrays}.isdisjoint(case.failed)
-        words = {"where": probe.paths[case.failed[0]], "difference": worst}
-        yield (note if is_of_value else cause)("small remainder", **words)
+        yield _small_remainder(case)
     elif case.limit.relative < 1e-8 and VAGUE.isdisjoint(each.name for each in found):
         yield from found
+
+
+def _small_remainder(case: Case) -> Answer:
+    """The cause; a note if the value of the loss alone differs."""
+    probe, failed = case.probe, case.failed
+    arrays = {index for index, leaf in enumerate(probe.whole) if leaf.ndim}
+    is_of_value = arrays and arrays.isdisjoint(failed)
+    words = {"where": probe.paths[failed[0]], "difference": case.splits.worst}
+    return (note if is_of_value else cause)("small remainder", **words)
