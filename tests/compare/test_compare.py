@@ -335,12 +335,11 @@ def test_the_picture(mixed, tmp_path):
     mixed.plot(tmp_path / "report.svg")
     assert (tmp_path / "report.svg").read_bytes().startswith(b"<?xml")
     funcga.compare({}, {}).plot(tmp_path / "empty.png")
-    with pytest.raises(funcga.FuncgaError, match=r"cannot write '.*report\.docx': name a \.png, \.svg or \.pdf file"):
-        mixed.plot(tmp_path / "report.docx")
-    with pytest.raises(
-        funcga.FuncgaError, match=r"cannot write '.*none/r\.png': No such file .* in a folder that exists"
-    ):
-        mixed.plot(tmp_path / "none" / "r.png")
+    for file in ("report.docx", "none/r.png"):
+        with pytest.raises(
+            funcga.FuncgaError, match=r"cannot write .*\. Name a \.png, \.svg or \.pdf file in a folder"
+        ):
+            mixed.plot(tmp_path / file)
 
 
 def test_where_matplotlib_is_not_installed(monkeypatch):
@@ -350,14 +349,6 @@ def test_where_matplotlib_is_not_installed(monkeypatch):
     text = r"matplotlib.* is not installed, and report.plot draws with it.*pip install 'funcga\[parity\]'"
     with pytest.raises(funcga.FuncgaError, match=text):
         funcga.compare(1, 1).plot("x.png")
-
-
-@pytest.mark.parametrize(("options", "text"), [
-    ({"rtol": 1, "reduction": 2}, "rtol=1 and reduction=2 are two limits: .* Give one of them"),
-])  # fmt: skip
-def test_bad_options(options, text):
-    with pytest.raises(funcga.FuncgaError, match=text):
-        funcga.compare(1.0, 1.0, **options)
 
 
 @pytest.mark.parametrize("options", [{"rtol": -1}, {"rtol": math.nan}, {"atol": math.nan}, {"reduction": 0}], ids=str)
