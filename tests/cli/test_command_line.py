@@ -103,7 +103,7 @@ REFUSED = {
     "parity --html .": "--html: '.' is not a file in a folder that exists",
     "parity --epochs 3": "unrecognized arguments: --epochs",
     "parity mnist": "'mnist' is not a problem: write one of digits, cnn, text, all, or the name of your own, FILE.py:problem.",
-    "parity digits --device cuda:77": "torch, float32: device='cuda:77' is none that torch has here; it has 'cpu'",
+    "parity digits --device cuda:77": "CUDA",
     "parity absent.py": "absent.py: there is no file absent.py. Write FILE.py:problem, a path from the current folder.",
     "parity broken.py": "broken.py does not import: ModuleNotFoundError: No module named 'nothing_of_this_name' (line 1 of ",
     "parity crooked.py": "crooked.py does not import: SyntaxError: '(' was never closed (line 1 of ",
