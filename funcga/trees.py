@@ -16,8 +16,9 @@ Example:
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from funcga._backend import Backend, Trees
-from funcga._backend.dispatch import backend_of
+from funcga._backend import Backend
+from funcga._backend.containers import container_children
+from funcga._backend.dispatch import backend_of, load_imported
 from funcga._backend.prefixes import (
     Children,
     PathError,
@@ -147,7 +148,7 @@ def by_path(tree: Tree, name: str) -> dict[str, Array]:
     same path.
     """
     leaves: dict[str, Array] = {}
-    for path, leaf in paths_and_leaves(tree, _children_in(walked(tree).trees)):
+    for path, leaf in paths_and_leaves(tree, _children_in(tree)):
         if path in leaves:
             raise FuncgaError(
                 f"two leaves of {name} have the path `{path}`, as a key with a dot in it and as "
@@ -159,15 +160,19 @@ def by_path(tree: Tree, name: str) -> dict[str, Array]:
     return leaves
 
 
-def _children_in(trees: Trees) -> Children:
-    """A function that returns the children of a node as a framework has them, but mappings in their
-    own order, as JAX would sort the keys of a dict.
+def _children_in(tree: Tree) -> Children:
+    """A function that returns the children of a node: of dicts and lists in their own order, as JAX
+    would sort the keys of a dict; of other containers as the framework of the tree has them.
     """
+    # Trees of NumPy arrays need no framework.
+    framework = walked(tree).trees.children if load_imported() else container_children
 
     def children(node: Tree) -> list[tuple[str, Tree]] | None:
         if isinstance(node, Mapping):
             return [(f"[{key!r}]", child) for key, child in node.items()]
-        return None if is_pathless(node) else trees.children(node)
+        if type(node) in (tuple, list):
+            return [(f"[{index}]", child) for index, child in enumerate(node)]
+        return None if is_pathless(node) else framework(node)
 
     return children
 
@@ -193,6 +198,8 @@ def as_numpy(leaf: Array, path: str) -> Array:
 
     Raises FuncgaError, with the path, if NumPy does not support the array.
     """
+    if framework_of(leaf) in (None, "numpy"):
+        return leaf
     return converted(leaf, "numpy", copy=None, name=path or "the array")
 
 

@@ -22,7 +22,7 @@ def platforms() -> set[str]:
 
 
 def device(name: object) -> Place:
-    """The device of this name; FuncgaError, which says what there is, if there is none."""
+    """The device of this name. If there is none, the error says so."""
     if isinstance(name, jax.Device | jax.sharding.Sharding):
         return name
     platform, _, index = str(name).partition(":")
@@ -71,7 +71,7 @@ def _on_host(leaf: jax.Array) -> Array:
 
 
 def import_array(array: Array) -> Array:
-    """An exported array as `placed` takes it."""
+    """An exported array as this framework takes it, where it lies if possible."""
     if _is_abstract(array) or isinstance(array, jax.Array):
         return array
     dtype = str(array.dtype).removeprefix("torch.")
@@ -89,8 +89,9 @@ def _is_abstract(array: Array) -> bool:
 
 
 def placed(arrays: list[Array], device: Place | None) -> list[Array]:
-    """Imported arrays as JAX's on a device, in the same memory where it can be; JAX's own stay
-    where they are if there is none, and traced ones always.
+    """Imported arrays as this framework's on a device, in the same memory where it can be.
+
+    JAX's own stay where they are if there is none, and traced ones always.
     """
     moving = [
         index

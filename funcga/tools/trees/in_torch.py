@@ -22,7 +22,7 @@ def platforms() -> set[str]:
 
 
 def device(name: Any) -> torch.device:
-    """The device of this name; torch's own error if there is none."""
+    """The device of this name. If there is none, the error says so."""
     return torch.empty(0, device=name).device
 
 
@@ -65,7 +65,7 @@ def _as_numpy(tensor: torch.Tensor) -> Array:
 
 
 def import_array(array: Array) -> torch.Tensor:
-    """An exported array as a tensor where it lies; in new memory if torch cannot have it there."""
+    """An exported array as this framework takes it, where it lies if possible."""
     if isinstance(array, torch.Tensor):
         return array.detach()
     if not is_numpy(array):
@@ -81,7 +81,7 @@ def import_array(array: Array) -> torch.Tensor:
 
 
 def placed(arrays: list[torch.Tensor], device: torch.device | None) -> list[torch.Tensor]:
-    """Imported arrays on a device."""
+    """Imported arrays as this framework's on a device, in the same memory where it can be."""
     return [array.to(device=device) for array in arrays]
 
 
@@ -95,8 +95,10 @@ def copies(sources: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def extents(leaf: torch.Tensor) -> list[Extent]:
-    """The addresses of the first byte of an array and of that after its last: of the values of a
-    sparse one; none where it has no memory.
+    """The addresses of the first byte and of that after the last, of every piece of memory of
+    the array.
+
+    Of a sparse one its values count.
     """
     tensor = local(leaf)
     if tensor.layout is not torch.strided:
