@@ -14,7 +14,7 @@ Example:
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from funcga._backend import Backend
 from funcga._backend.containers import container_children
@@ -86,29 +86,22 @@ def match(tree: Tree, like: Tree, *, rules: Iterable[Rule] = ()) -> Tree:
         {path: leaf for path, leaf in by_path(each, name).items() if framework_of(leaf)}
         for each, name in ((tree, "tree"), (like, "like"))
     )
+    matches = {pair.right: pair for pair in pairs(given, expected, tuple(rules))}
+    missing, new = paths_apart([*expected], [*matches])
+    if missing or new:
+        raise FuncgaError(
+            f"the trees have different leaves: `like` has {_listed(missing)}, which tree lacks, "
+            f"and tree has {_listed([matches[path].left for path in new])}, which `like` lacks. "
+            r"Say what is called what: rules=[funcga.trees.Rule(r'fc1\.(.*)', r'Dense_0.\1'), "
+            "*funcga.trees.torch_to_flax]."
+        )
     filled = {
-        pair.right: _filled(given[pair.left], pair, expected[pair.right])
-        for pair in _matches(given, expected, tuple(rules))
+        path: _filled(given[pair.left], pair, expected[path]) for path, pair in matches.items()
     }
     # Every leaf, in the order of the framework: `by_path` leaves out what is no array.
     trees = walked(like).trees
     leaves = [filled.get(path, leaf) for path, leaf in paths_and_leaves(like, trees.children)]
     return trees.unflatten(trees.flatten(like)[1], leaves)
-
-
-def _matches(arrays: Iterable[str], expected: Iterable[str], rules: Sequence[Rule]) -> list[Pair]:
-    """The Pair of each path. Raises FuncgaError if some are missing or new."""
-    matches = {pair.right: pair for pair in pairs(arrays, expected, rules)}
-    missing, new = paths_apart([*expected], [*matches])
-    new = [matches[path].left for path in new]
-    if missing or new:
-        raise FuncgaError(
-            f"the trees have different leaves: `like` has {_listed(missing)}, which tree lacks, "
-            f"and tree has {_listed(new)}, which `like` lacks. Say what is called what: "
-            r"rules=[funcga.trees.Rule(r'fc1\.(.*)', r'Dense_0.\1'), "
-            "*funcga.trees.torch_to_flax]."
-        )
-    return [*matches.values()]
 
 
 def _listed(paths: list[str]) -> str:
@@ -249,15 +242,13 @@ def from_state_dict(like: Tree, state_dict: Mapping[str, Array]) -> Tree:
         >>> saved = funcga.trees.to_state_dict(tx.init({"w": jnp.ones(2)}))
         >>> state = funcga.trees.from_state_dict(tx.init({"w": jnp.zeros(2)}), saved)
     """
-    # None has a path, too, but is in no state dict.
     backend = backend_of([like], lambda: ["like"])
     likes, structure = backend.trees.flatten(like)
     paths = leaf_paths(like, backend.trees)
+    # None has a path, too, but is in no state dict.
+    expected = [path for path, leaf in zip(paths, likes, strict=True) if leaf is not None]
     try:
-        check_paths(
-            [path for path, leaf in zip(paths, likes, strict=True) if leaf is not None],
-            [*state_dict],
-        )
+        check_paths(expected, [*state_dict])
     except PathError as error:
         raise FuncgaError(
             f"the state dict is not of a tree like this one: {error}. Make `like` as the state was "

@@ -175,9 +175,10 @@ def converted(
     shared = []
     for position, (index, (leaf, source)) in enumerate(walk.arrays.items()):
         extents = side(source).extents(leaf)
-        is_shared = _overlap(extents, target.extents(arrays[position]))
+        array = arrays[position]
+        is_shared = _overlap(extents, target.extents(array))
         # What is read-only may be memory that JAX keeps.
-        if copy and (is_shared or _is_read_only(arrays[position])):
+        if copy and (is_shared or (is_numpy(array) and not array.flags.writeable)):
             shared.append(position)
         elif not copy and not is_shared and extents:
             raise FuncgaError(
@@ -186,8 +187,8 @@ def converted(
                 "copy=None copies what cannot be shared, and nothing else."
             )
     copies = target.copies([arrays[position] for position in shared])
-    for position, array in zip(shared, copies, strict=True):
-        arrays[position] = array
+    for position, copied in zip(shared, copies, strict=True):
+        arrays[position] = copied
     return walk.rebuilt(arrays)
 
 
@@ -210,10 +211,6 @@ def _imported(walk: "Walk", framework: str, platforms: Collection[str], name: st
                 f"{why}."
             ) from error
     return arrays
-
-
-def _is_read_only(array: Array) -> bool:
-    return is_numpy(array) and not array.flags.writeable
 
 
 def shares_memory(left: Tree, right: Tree) -> dict[str, bool]:

@@ -2,6 +2,7 @@
 new memory once.
 """
 
+from contextlib import suppress
 from typing import TypeAlias
 
 import jax
@@ -63,11 +64,10 @@ def _on_host(leaf: jax.Array) -> Array:
     """NumPy's array of one that lies elsewhere; JAX would keep what numpy.asarray(leaf) makes as
     long as the leaf.
     """
-    try:
-        host = jax.local_devices(backend="cpu")[0]
-    except RuntimeError:  # JAX_PLATFORMS without it
-        return np.asarray(leaf)
-    return np.asarray(jax.device_put(leaf, host) if leaf.is_fully_addressable else leaf)
+    # Unless JAX_PLATFORMS is without it, or parts lie on devices of other processes.
+    with suppress(RuntimeError, ValueError):
+        leaf = jax.device_put(leaf, jax.local_devices(backend="cpu")[0])
+    return np.asarray(leaf)
 
 
 def import_array(array: Array) -> Array:

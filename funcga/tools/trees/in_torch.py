@@ -126,17 +126,13 @@ def restored(numbers: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return numbers
 
 
-def moved_like(array: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def moved_like(array: torch.Tensor, like: Any) -> torch.Tensor:
     """The array on the devices of another one of its shape."""
     if like.is_meta:  # it stands for a tensor, and lies nowhere
         return array
+    moved = array.to(like.device)
     if is_dtensor(like) and not is_dtensor(array):
-        from torch.distributed.tensor import DTensor, distribute_tensor
+        from torch.distributed.tensor import distribute_tensor
 
-        assert isinstance(like, DTensor)
-        moved: torch.Tensor = distribute_tensor(
-            array.to(like.device), like.device_mesh, like.placements
-        )
-    else:
-        moved = array.to(like.device)
+        moved = distribute_tensor(moved, like.device_mesh, like.placements)
     return arrays.with_strides_of(moved, like)
