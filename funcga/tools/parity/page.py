@@ -45,24 +45,18 @@ def page(every: Sequence[Run]) -> str:
 
 
 def _svg(run: Run) -> str:
-    """The picture of a problem as an element of a page."""
-    text = io.StringIO()
+    """The picture of a problem as an element of a page, with four axes: by n, by leaf, by
+    micro-batch and by update.
+    """
+    figure, text = Figure(figsize=(14, 7.5), layout="constrained"), io.StringIO()
+    result = "the same" if run.ok else "DIFFERENT"
+    title = f"{run.problem.name}: {result} (no difference at all is drawn at {FLOOR:g})"
+    figure.suptitle(title, fontweight="bold")
+    _draw_all(figure.subplots(2, 2).flatten(), run)
     with rc_context({"svg.fonttype": "none"}):  # letters stay text, which can be searched
-        picture([run]).savefig(text, format="svg")
+        figure.savefig(text, format="svg")
     svg = text.getvalue()
     return svg[svg.index("<svg") :]
-
-
-def picture(every: Sequence[Run]) -> Figure:
-    """A figure with four axes for each problem: by n, by leaf, by micro-batch and by update."""
-    whole = Figure(figsize=(14, 7.5 * len(every)), layout="constrained")
-    parts = whole.subfigures(len(every), 1, squeeze=False)[:, 0]
-    for part, run in zip(parts, every, strict=True):
-        result = "the same" if run.ok else "DIFFERENT"
-        text = f"{run.problem.name}: {result} (no difference at all is drawn at {FLOOR:g})"
-        part.suptitle(text, fontweight="bold")
-        _draw_all(part.subplots(2, 2).flatten(), run)
-    return whole
 
 
 FLOOR = 1e-18

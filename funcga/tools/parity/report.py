@@ -160,8 +160,8 @@ def _model(run: Run) -> Iterator[str]:
         f"The models differ, in {finest}, in micro-batch {listed(where, 16)} of {len(parts)}. "
         f"{_how(first.report)}"
     )
-    if finest != run.finest:
-        yield f"In {run.finest} they agree, so it is not mere rounding."
+    if finest != "float64":
+        yield "In float64 they agree, so it is not mere rounding."
 
 
 def _how(report: Report) -> str:
@@ -235,10 +235,10 @@ def _agreement(run: Run) -> Iterator[str]:
     if not run.ok:
         return
     accumulated, between = (
-        [c.report.most for c in run.of(cause) if c.dtype == run.finest]
+        [c.report.most for c in run.of(cause) if c.dtype == "float64"]
         for cause in ("accumulation", "model")
     )
-    text = f"The same. In {run.finest} accumulated is the full batch to {max(accumulated):.0e}"
+    text = f"The same. In float64 accumulated is the full batch to {max(accumulated):.0e}"
     if between:
         text += f", and torch is JAX to {max(between):.0e}"
     if len(run.dtypes) > 1:

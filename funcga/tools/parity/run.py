@@ -94,7 +94,8 @@ class Run:
 
     Args:
         problem: The problem.
-        dtypes: The dtypes, from coarse to fine; float64 is what the others are compared with.
+        dtypes: The dtypes, from coarse to fine; float64, the last, is what the others are compared
+            with.
         ns: The numbers of micro-batches.
         updates: The number of training updates of each optimizer.
         device: The device of both frameworks.
@@ -169,8 +170,9 @@ class Run:
             yield Compared("fold", f"{label} vs NumPy", dtype, self.n, [report], label)
             report = compare(sums, sums_by_hand, rtol=0, names=names)
             yield Compared("fold", f"{label}, plain sums", dtype, self.n, [report], label)
-        exact = self.sides.get("float64", ()) if dtype != "float64" else ()
-        for side, precise in zip(sides, exact, strict=False):
+        for side, precise in zip(sides, self.sides["float64"], strict=True):
+            if side is precise:
+                return
             report = side.report(side.whole, precise.whole, (dtype, "float64"))
             what = f"{side.label} vs float64"
             yield Compared("rounding", what, dtype, None, [report], side.label)
@@ -204,17 +206,12 @@ class Run:
         """The results for a cause."""
         return [compared for compared in self.results if compared.cause == cause]
 
-    @property
-    def finest(self) -> str:
-        """The dtype that the others are compared with."""
-        return self.dtypes[-1]
-
     def is_explained(self, result: Compared) -> bool:
         """Whether rounding, amplified by the loss or by training, explains that a result is beyond
         its limit.
         """
-        # There is no conditioning for float64, where nothing is explained; and a fold is exact.
-        if result.dtype not in self.conditioning or result.cause == "fold":
+        # A fold is exact.
+        if result.dtype == "float64" or result.cause == "fold":
             return False
         # In float64 the same is within its limit.
         is_training = result.cause == "training"
@@ -244,15 +241,14 @@ class Run:
 
     @cached_property
     def verified(self) -> dict[str, Verdict]:
-        """The verdict of `verify` on each framework whose accumulation is not exact in the finest
-        dtype, as it takes long.
+        """The verdict of `verify` on each framework whose accumulation is not exact in float64,
+        as it takes long.
         """
-        differ = [c for c in self.of("accumulation") if c.dtype == self.finest and not c.ok]
-        labels = {c.framework for c in differ}
+        wrong = [c.framework for c in self.of("accumulation") if c.dtype == "float64" and not c.ok]
         return {
             side.label: side.verified(max(self.n, 2))
-            for side in self.sides[self.finest]
-            if side.label in labels and math.isfinite(largest_of(side.whole.gradient))
+            for side in self.sides["float64"]
+            if side.label in wrong and math.isfinite(largest_of(side.whole.gradient))
         }
 
     @cached_property
@@ -262,11 +258,10 @@ class Run:
         """
         # In float64, so that it is the loss which amplifies the rounding of its arguments, and no
         # rounding of its own.
-        sides, names = self.sides.get("float64", []), ("nearby", "at")
+        sides, names = self.sides["float64"], ("nearby", "at")
         return {
             dtype: max(side.report(side.nearby(dtype), side.whole, names).most for side in sides)
-            for dtype in self.dtypes
-            if dtype != "float64" and sides
+            for dtype in self.dtypes[:-1]
         }
 
 

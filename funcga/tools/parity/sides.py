@@ -273,10 +273,10 @@ class Side:
         rows = sorted(report.rows, key=lambda row: order.get(row.left_path, len(order)))
         return replace(report, rows=tuple(_by_largest(row, largest, report.atol) for row in rows))
 
-    def verified(self, n: int | Sequence[int] | None = None, seed: int = 0) -> Verdict:
+    def verified(self, n: int | Sequence[int] | None) -> Verdict:
         """The verdict of `verify` on the loss and the fold."""
         with self.running():
-            return verify(self.gradient, *self.args, n=n, seed=seed, **self.options)
+            return verify(self.gradient, *self.args, n=n, **self.options)
 
     def result(self, value_and_gradient: Tree, divisor: float = 1) -> Result:
         """The loss and the gradient that a gradient function has returned, divided."""
