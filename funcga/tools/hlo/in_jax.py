@@ -56,10 +56,10 @@ def collectives(fn: Callable[..., Tree], *args: Tree, **kwargs: Tree) -> list[Co
     text = jitted.lower(*args, **kwargs).compile().as_text() or ""
     # The text is a list of computations, "name (parameters) -> type {", with a line for each
     # instruction, "name = type operation(operands), attributes", of which some call other
-    # computations. What is called stands before what calls it, and an operand before its use.
+    # computations. What is called stands before what calls it.
     here = entry = ""
     calls = dict[str, list[tuple[str, bool]]]()  # what a computation calls, and whether in a loop
-    sizes, found = dict[tuple[str, str], int](), list[tuple[str, str, int]]()
+    sizes, found = dict[tuple[str, str], int](), list[tuple[str, str, list[str]]]()
     for line in text.splitlines():
         if header := _HEADER.match(line):
             here = header[2]
@@ -71,8 +71,7 @@ def collectives(fn: Callable[..., Tree], *args: Tree, **kwargs: Tree) -> list[Co
             # the operands.
             kind = operation.removesuffix("-start")
             if kind in _KINDS:
-                names = re.findall(r"%([\w.\-]+)", operands)
-                found.append((here, kind, sum(sizes.get((here, name), 0) for name in names)))
+                found.append((here, kind, re.findall(r"%([\w.\-]+)", operands)))
             for called in _CALLED.findall(attributes):
                 names = called.strip("{}").split(",")
                 calls[here] += [(name.strip(" %"), operation == "while") for name in names]
@@ -82,7 +81,11 @@ def collectives(fn: Callable[..., Tree], *args: Tree, **kwargs: Tree) -> list[Co
     for caller in reversed(calls):
         for called, is_loop in calls[caller] if caller in depths else ():
             depths[called] = max(depths.get(called, 0), depths[caller] + is_loop)
-    return [Collective(kind, depths[where], size) for where, kind, size in found if where in depths]
+    return [
+        Collective(kind, depths[here], sum(sizes.get((here, name), 0) for name in operands))
+        for here, kind, operands in found
+        if here in depths
+    ]
 
 
 _KINDS = (

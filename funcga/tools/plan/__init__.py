@@ -19,7 +19,7 @@ from typing import Any
 from funcga._backend import Backend
 from funcga._call import Memory, Program, read_program, step_program
 from funcga._types import GradFn, Tree
-from funcga.errors import FuncgaError, check_callable
+from funcga.errors import FuncgaError
 from funcga.folds import mean
 from funcga.tools.reports.tables import text_table
 
@@ -171,7 +171,6 @@ def plan(
         (True, True, True)
         >>> step = funcga.accumulate(funcga.value_and_grad(loss_fn), plan.n)
     """
-    check_callable(grad_fn, "grad_fn", "funcga.value_and_grad(loss_fn)")
     # Of a step in `jax_backend.replicated`, which says what it wraps.
     on_each = getattr(grad_fn, "on_each", None)
     step = grad_fn if on_each is None else grad_fn.step  # type: ignore[attr-defined]

@@ -24,7 +24,7 @@ from funcga._types import Tree
 from funcga.errors import FuncgaError
 from funcga.folds import Fold
 from funcga.tools.plan import private_in_torch
-from funcga.tools.plan.wrapped_in_torch import Held, planned
+from funcga.tools.plan.wrapped_in_torch import Held, Unwrapped, planned
 from torch_backend import _private, trees
 from torch_backend.dtensor import as_dtensor, is_dtensor, local_tensors
 from torch_backend.modules import PureLoss
@@ -93,8 +93,7 @@ def peak(
             "a plan runs in one process, where nobody answers. Plan the step of one stage, as a "
             "module."
         )
-    is_wrapped = isinstance(owner, WrappedGradient)
-    wrapper = planned(owner.wrapper if isinstance(owner, WrappedGradient) else None)
+    wrapper = planned(owner.wrapper) if isinstance(owner, WrappedGradient) else Unwrapped()
     mode = private_in_torch.fake_mode()
     fakes = _Fakes(mode)
     args, kwargs = fakes.of((args, kwargs))
@@ -106,7 +105,7 @@ def peak(
         whole = [part.value for part in arguments.parts if not part.axes]
         params = _sizes(trees.flatten((whole, kwargs))[0])
         follower = _Follower({**params, **batch}, wrapper.held)
-        args, n = _first(program, arguments, args, 4 if is_wrapped else 2)
+        args, n = _first(program, arguments, args, isinstance(owner, WrappedGradient))
         step = window(
             replace(program, n=n, microbatch_size=None, memory=Memory(program.memory.step))
         )
@@ -208,14 +207,14 @@ def _modules(program: Program) -> list[torch.nn.Module]:
 
 
 def _first(
-    program: Program, arguments: Arguments, args: tuple[Tree, ...], enough: int
+    program: Program, arguments: Arguments, args: tuple[Tree, ...], is_wrapped: bool
 ) -> tuple[tuple[Tree, ...], int | None]:
-    """The arguments of the first micro-batches; their number.
+    """The arguments of the first micro-batches, and the last one if the module is wrapped; their
+    number.
 
-    The third does what the second did. With a wrapper the fourth does what the third did, but the
-    last, which is among those of a wrapper.
+    All others are like the second one, or the third one if the module is wrapped.
     """
-    n = program.n
+    n, enough = program.n, 4 if is_wrapped else 2
     folds = [fold for fold in trees.flatten(program.fold)[0] if isinstance(fold, Fold)]
     # What collects or threads may hold more with each micro-batch.
     grows = arguments.state or any(fold.reducer.monoid.collective is None for fold in folds)
@@ -224,7 +223,7 @@ def _first(
     sizes = [size for _, size in starts(groups(arguments.rows(), n, None))]
     # The first micro-batches are the larger ones, so that rows for all of these are cut into the
     # same sizes.
-    sizes = [*sizes[:3], sizes[-1]] if enough == 4 else sizes[:2]
+    sizes = [*sizes[:3], sizes[-1]] if is_wrapped else sizes[:2]
     return arguments.cut(0, sum(sizes), []), enough
 
 
@@ -259,23 +258,19 @@ class _Fakes:
         return self.made[id(leaf)][1]
 
     def _new(self, leaf: Any) -> Any:
+        is_parameter = isinstance(leaf, torch.nn.Parameter)
         if not is_shape(leaf):
             # A tensor that is computed is detached by `.data`, which asks nothing of its graph.
-            return self.mode.from_tensor(
-                leaf if isinstance(leaf, torch.nn.Parameter) else leaf.data
-            )
+            return self.mode.from_tensor(leaf if is_parameter else leaf.data)
         if is_dtensor(leaf):
             fake = as_dtensor(self.of_leaf(_private.local_tensor(leaf)), leaf)
         else:
+            device = torch.get_default_device()
             with self.mode:
                 fake = torch.empty_strided(
-                    leaf.shape, leaf.stride(), dtype=leaf.dtype, device=torch.get_default_device()
+                    leaf.shape, leaf.stride(), dtype=leaf.dtype, device=device
                 )
-        return (
-            torch.nn.Parameter(fake, leaf.requires_grad)
-            if isinstance(leaf, torch.nn.Parameter)
-            else fake
-        )
+        return torch.nn.Parameter(fake, leaf.requires_grad) if is_parameter else fake
 
     @contextmanager
     def in_place_of_tensors(self, holders: Iterable[object]) -> Iterator[None]:
