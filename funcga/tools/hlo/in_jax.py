@@ -75,12 +75,7 @@ def collectives(fn: Callable[..., Tree], *args: Tree, **kwargs: Tree) -> list[Co
             for called in _CALLED.findall(attributes):
                 names = called.strip("{}").split(",")
                 calls[here] += [(name.strip(" %"), operation == "while") for name in names]
-    # How many loops each computation that runs is in, at most. From the entry, so that unused
-    # computations have no depth.
-    depths = {entry: 0}
-    for caller in reversed(calls):
-        for called, is_loop in calls[caller] if caller in depths else ():
-            depths[called] = max(depths.get(called, 0), depths[caller] + is_loop)
+    depths = _depths(entry, calls)
     return [
         Collective(kind, depths[here], sum(sizes.get((here, name), 0) for name in operands))
         for here, kind, operands in found
@@ -107,6 +102,16 @@ _CALLED = re.compile(
     r"(\{[^}]*\}|%?[\w.\-]+)"
 )
 _ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,<=]*)\]")
+
+
+def _depths(entry: str, calls: dict[str, list[tuple[str, bool]]]) -> dict[str, int]:
+    """How many loops each computation that runs is in, at most."""
+    # From the entry, so that unused computations have no depth.
+    depths = {entry: 0}
+    for caller in reversed(calls):
+        for called, is_loop in calls[caller] if caller in depths else ():
+            depths[called] = max(depths.get(called, 0), depths[caller] + is_loop)
+    return depths
 
 
 def _bytes(type_of_result: str) -> int:

@@ -52,7 +52,9 @@ def _svg(run: Run) -> str:
     result = "the same" if run.ok else "DIFFERENT"
     title = f"{run.problem.name}: {result} (no difference at all is drawn at {FLOOR:g})"
     figure.suptitle(title, fontweight="bold")
-    _draw_all(figure.subplots(2, 2).flatten(), run)
+    by_n, by_leaf, by_micro_batch, by_update = figure.subplots(2, 2).flatten()
+    _draw_full_batch(by_n, by_leaf, run)
+    _draw_steps(by_micro_batch, by_update, run)
     with rc_context({"svg.fonttype": "none"}):  # letters stay text, which can be searched
         figure.savefig(text, format="svg")
     svg = text.getvalue()
@@ -63,15 +65,13 @@ FLOOR = 1e-18
 """Where no difference at all is drawn, as a logarithmic axis has no 0."""
 
 
-def _draw_all(panels: Sequence[Axes], run: Run) -> None:
-    by_n, by_leaf, by_micro_batch, by_update = panels
+def _draw_full_batch(by_n: Axes, by_leaf: Axes, run: Run) -> None:
     # With n = 1 nothing is accumulated: both are the same call.
     accumulated = [c for c in run.of("accumulation") if c.n != 1]
     by_n.set(title="accumulated vs full batch", xlabel="n, micro-batches")
     _draw(by_n, [*dict.fromkeys(c.n or 1 for c in accumulated)], _series(accumulated), accumulated)
 
-    model = run.of("model")
-    full = [c for c in model if c.micro_batch is None]
+    full = [c for c in run.of("model") if c.micro_batch is None]
     # With one framework alone its largest n stands for the comparison of the full batches.
     full = full or [c for c in run.of("accumulation") if c.n == run.n]
     leaves = {c.dtype: [row.relative for row in c.report.rows if row.path != "loss"] for c in full}
@@ -79,7 +79,9 @@ def _draw_all(panels: Sequence[Axes], run: Run) -> None:
     by_leaf.set(title=f"{full[0].what}, leaf by leaf", xlabel=label)
     _draw(by_leaf, range(1, len(leaves[full[0].dtype]) + 1), leaves, full)
 
-    micro = [c for c in model if c.micro_batch is not None]
+
+def _draw_steps(by_micro_batch: Axes, by_update: Axes, run: Run) -> None:
+    micro = [c for c in run.of("model") if c.micro_batch is not None]
     by_micro_batch.set(title="torch vs JAX, each micro-batch", xlabel="micro-batch")
     _draw(by_micro_batch, range(1, run.n + 1), _series(micro), micro)
 
