@@ -190,7 +190,7 @@ def test_what_is_no_transform_of_optax():
     check_refused("`grads['a']` is a sparse tensor float32[1], which JAX cannot have in the memory where it lies. Use an optimizer "
                   "of torch for it: torch_backend.from_optimizer(torch.optim.AdamW, lr=1e-3).",
                   torch_backend.from_optax(optax.sgd(0.1)).update, {"a": torch.ones(1).to_sparse()}, ())  # fmt: skip
-    check_refused("`params` is float32[2] without memory that can be read (Cannot copy out of meta tensor; no data!",
+    check_refused("`params` is float32[2], which cannot be converted: Cannot copy out of meta tensor; no data!",
                   torch_backend.from_optax(optax.sgd(0.1)).init, torch.ones(2, device="meta"))  # fmt: skip
 
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from funcga._backend.dispatch import load
 from funcga._backend.prefixes import leaf_paths
 from funcga._transform import Transform
 from funcga._types import Tree
@@ -159,7 +158,7 @@ def in_jax(function: Callable[[dict[str, Tree]], Tree], arguments: dict[str, Tre
     is_wide = any(tensor.dtype in _WIDE for tensor in tensors)
     with jax.enable_x64(True) if is_wide else contextlib.nullcontext():
         jax_arguments = {
-            name: converted(tree, load("jax"), copy=None, platforms={"cpu"}, name=name)
+            name: converted(tree, "jax", copy=None, platforms={"cpu"}, name=name)
             for name, tree in arguments.items()
         }
         leaves, structure = jax.tree.flatten(function(jax_arguments))
@@ -167,7 +166,7 @@ def in_jax(function: Callable[[dict[str, Tree]], Tree], arguments: dict[str, Tre
             # The caller may write to the tensors when this returns. A device keeps the order
             # itself.
             jax.block_until_ready(leaves)
-        imports = in_torch.import_arrays(leaves, None)
+        imports = [*map(in_torch.import_array, leaves)]
     # JAX may return an argument as it is, and one array in two places.
     results, addresses = [], {tensor.data_ptr() for tensor in tensors}
     for tensor in imports:
@@ -181,7 +180,7 @@ _WIDE = (torch.float64, torch.int64, torch.uint64, torch.complex128)
 
 def _checked_tensors(tree: Tree, name: str) -> list[torch.Tensor]:
     """The tensors of a tree. Raises FuncgaError for one that JAX cannot use in place."""
-    platforms, tensors = {"cpu", "meta", *side(load("jax")).platforms()}, []
+    platforms, tensors = {"cpu", "meta", *side("jax").platforms()}, []
     for index, leaf in enumerate(trees.flatten(tree)[0]):
         if not isinstance(leaf, torch.Tensor):
             continue
