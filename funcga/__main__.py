@@ -92,7 +92,9 @@ def _add_parity(commands: Any) -> None:
             "code: 0 if every difference is within its limit, 1 if not, 2 for bad usage or a "
             "missing package."
         ),
-        epilog="Built-in problems: digits (an MLP), and text (a transformer with padded rows).",
+        epilog=(
+            "Built-in problems: digits (an MLP), cnn, and text (a transformer with padded rows)."
+        ),
     )
     parity.add_argument(
         "problem",

@@ -48,7 +48,7 @@ def test_built_in_problems_are_the_same_to_the_last_digits(tmp_path, few_rows):
     code, report = found(tmp_path, "--n", 3, "--dtype", "float64", "--updates", 0)
     assert code == 0
     assert report["ok"] is True
-    assert [problem["problem"] for problem in report["problems"]] == ["digits", "text"]
+    assert [problem["problem"] for problem in report["problems"]] == ["digits", "cnn", "text"]
     for problem in report["problems"]:
         assert problem["ok"] is True
         assert problem["verdict"][0].startswith("The same. In float64 accumulated is the full batch to ")
@@ -62,10 +62,13 @@ def test_built_in_problems_are_the_same_to_the_last_digits(tmp_path, few_rows):
         assert [c["micro_batch"] for c in of(problem, "model")] == [None, 0, 1, 2]
         assert all(row["dtypes"] == ["float64"] * 2 for c in problem["compared"] for row in c["rows"])
         assert all(1 < loss < 8 for losses in problem["losses"].values() for loss in losses.values())
-    digits, text = report["problems"]
+    digits, cnn, text = report["problems"]
     assert digits["microbatch_rows"] == digits["microbatch_weights"] == [60, 60, 60]
     assert max(text["microbatch_weights"]) > 3 * min(text["microbatch_weights"])
     assert text["reduction"] == sum(text["microbatch_weights"])
+    kernel = next(row for row in of(cnn, "model")[0]["rows"] if row["path"] == "conv2.kernel")
+    assert kernel["left_path"] == "conv2.weight"
+    assert kernel["shapes"] == [[3, 3, 8, 16]] * 2  # HWIO, of OIHW
 
 
 def test_digits_in_float32_in_training_and_on_a_page(tmp_path, capsys, few_rows):

@@ -38,6 +38,27 @@ def digits_loss(params: Tree, images: torch.Tensor, labels: torch.Tensor) -> tor
     return F.cross_entropy(logits, labels.long())
 
 
+def cnn_loss(params: Tree, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The mean cross-entropy of two convolutions and a linear layer, with GELU: for
+    `funcga.mean()`.
+
+    images: float[rows, 8, 8]; labels: int[rows], 0 to 9; params: `conv1`, `conv2` and `output` in
+    this framework's layout, each a `weight` and a `bias`.
+    """
+    x = F.gelu(
+        F.conv2d(
+            images[:, None], params["conv1"]["weight"], params["conv1"]["bias"], padding="same"
+        )
+    )
+    x = F.gelu(
+        F.conv2d(
+            F.avg_pool2d(x, 2), params["conv2"]["weight"], params["conv2"]["bias"], padding="same"
+        )
+    )
+    logits = F.linear(x.mean((2, 3)), params["output"]["weight"], params["output"]["bias"])
+    return F.cross_entropy(logits, labels.long())
+
+
 def _linear(x: torch.Tensor, layer: Tree) -> torch.Tensor:
     return F.linear(x, layer["weight"].T, layer["bias"])
 
@@ -52,8 +73,10 @@ def text_loss(params: Tree, tokens: torch.Tensor) -> torch.Tensor:
     every target is PAD.
     """
     inputs, targets = tokens[:, :-1].long(), tokens[:, 1:].long()
-    positions = params["embed"]["position"][: inputs.shape[1]]
-    x = F.embedding(inputs, params["embed"]["token"]) + positions
+    x = (
+        F.embedding(inputs, params["embed"]["token"])
+        + params["embed"]["position"][: inputs.shape[1]]
+    )
     for weights in zip(*params["blocks"].values(), strict=True):
         x = _block(dict(zip(params["blocks"], weights, strict=True)), x)
     x = F.layer_norm(x, x.shape[-1:], params["norm"]["scale"], params["norm"]["bias"])

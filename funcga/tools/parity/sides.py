@@ -15,6 +15,7 @@ import numpy as np
 from funcga._accumulate import accumulate
 from funcga._backend import Backend
 from funcga._backend.dispatch import load
+from funcga._backend.prefixes import paths_and_leaves
 from funcga._call.arguments import Arguments, groups, read_arguments, starts
 from funcga._grad import value_and_grad
 from funcga._types import Array, Dtype, Scalar, Tree
@@ -26,7 +27,7 @@ from funcga.tools.compare.row import Row, row_of
 from funcga.tools.parity import Problem
 from funcga.tools.trees import to_jax, to_numpy, to_torch, walked
 from funcga.tools.verify import Verdict, verify
-from funcga.trees import by_path, match
+from funcga.trees import match
 
 FRAMEWORKS = {"torch": "torch", "jax": "JAX"}
 """The frameworks, as they are imported and as they are written."""
@@ -199,7 +200,8 @@ class Side:
         problem = self.problem
         with self.running():
             # Both frameworks get the same data, by way of NumPy.
-            params, batch = _mapped(self._cast, (problem.params, problem.batch))
+            given = {"params": problem.params, "batch": problem.batch}
+            params, batch = _mapped(self._cast, given).values()
             # Params in a structure of JAX's own take their values from it.
             if self.framework == "jax" and problem.jax_params is not None:
                 params = match(params, problem.jax_params, rules=problem.rules)
@@ -226,7 +228,8 @@ class Side:
         """The arrays of a tree of parameters, as NumPy's, by their dotted paths in this
         framework.
         """
-        return by_path(to_numpy(tree), "params")
+        leaves = paths_and_leaves(tree, self.backend.trees.children)
+        return {path: to_numpy(leaf) for path, leaf in leaves if self.backend.arrays.is_array(leaf)}
 
     def report(self, left: Result, right: Result, names: tuple[str, str]) -> Report:
         """The Report of two results: the loss, then the gradients in the order in which the
@@ -306,9 +309,13 @@ def _by_largest(row: Row, largest: float, atol: float) -> Row:
     leaf.
     """
     # Rows with a status of their own, such as NaN, stay as they are.
-    if row.largest > atol or row.status not in ("within", "beyond"):
+    if not row.largest <= atol < math.inf or row.status not in ("within", "beyond"):
         return row
-    return replace(row, relative=row.absolute / largest, limit=atol / largest)
+    return replace(
+        row,
+        relative=row.absolute / largest if largest else 0.0,
+        limit=atol / largest if largest else 0.0,
+    )
 
 
 def named(fold: object) -> str:
@@ -337,18 +344,20 @@ def fold_in_framework(side: Side, stacked: dict[str, Array], weights: Sequence[f
     """The Folded of a framework, by the loop that accumulates gradients: a row is the gradient
     of a micro-batch.
     """
+    dtype = "float64" if side.dtype == "float64" else "float32"
 
-    def twice(gradients: dict[str, Array], weights: Array) -> Tree:
+    def first(gradients: dict[str, Array], weights: Array) -> Tree:
         gradient = {path: leaf[0] for path, leaf in gradients.items()}
         return gradient, gradient
 
     with side.running():
-        dtype = "float64" if side.dtype == "float64" else "float32"
         batch = side.placed((stacked, np.asarray(weights, dtype)))
-        folds, weight = (side.problem.fold, sum()), lambda gradients, weights: weights[0]
-        step = accumulate(twice, len(weights), fold=folds, weight=weight, in_axes=0)
-        folded: Folded = to_numpy(side.own.compiled(step)(*batch))
-        return folded
+        folds = (side.problem.fold, sum())
+        step = accumulate(
+            first, len(weights), fold=folds, weight=lambda gradients, weights: weights[0], in_axes=0
+        )
+        folded, sums = to_numpy(side.own.compiled(step)(*batch))
+        return folded, sums
 
 
 def fold_by_hand(fold: Fold, stacked: dict[str, Array], weights: Sequence[float]) -> Folded:
@@ -361,7 +370,7 @@ def fold_by_hand(fold: Fold, stacked: dict[str, Array], weights: Sequence[float]
     for path, leaf in stacked.items():
         total = np.tensordot(factors, leaf.astype(np.float64), 1)
         # A mean of nothing is 0.
-        folded[path] = (total / divisor if divisor else 0 * total).astype(leaf.dtype)
+        folded[path] = (total / divisor if divisor else np.zeros_like(total)).astype(leaf.dtype)
         # In the order and precision of the loops, so that plain sums agree bit for bit.
         first, *rest = leaf if leaf.dtype.itemsize >= 4 else leaf.astype(np.float32)
         sums[path] = reduce(np.add, rest, first).astype(leaf.dtype)
