@@ -3,8 +3,6 @@ a window that each replica has, and their merge.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -98,11 +96,6 @@ def check_gradients(leaves: Sequence[Array], window: Accumulation) -> None:
                 'to="varying"), '
                 "...); or leave across= out, if it is merged as you want it."
             )
-
-
-def telling(across: Any, memory: Memory) -> AbstractContextManager[object]:
-    """The context of a call that ends a window, in which other processes are told of an error."""
-    return nullcontext()
 
 
 def merged(window: Accumulation, memory: Memory, updates: Array, donate: bool) -> Accumulation:

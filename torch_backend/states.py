@@ -6,7 +6,6 @@ alike.
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -20,11 +19,9 @@ from torch_backend import arrays
 from torch_backend._private import pytree
 from torch_backend.arrays import without_overlap
 from torch_backend.dtensor import as_dtensor, local_tensors
-from torch_backend.loop import untraced
 from torch_backend.parameters import PLAIN
 from torch_backend.reduce import Reduction
-from torch_backend.reduce.telling import telling as telling_windows
-from torch_backend.replicas import Replicas, are_processes, replicas_of
+from torch_backend.replicas import Replicas
 from torch_backend.sums import Folding, Sums
 
 # -- sums
@@ -204,15 +201,6 @@ def check_gradients(leaves: Sequence[Array], window: Accumulation) -> None:
     replicas.
     """
     # Nothing can be seen: a tensor does not say whether other processes have it, too.
-
-
-def telling(across: Any, memory: Memory) -> AbstractContextManager[object]:
-    """The context of a call that ends a window, in which other processes are told of an error."""
-    if not are_processes(across):
-        return nullcontext()
-    begin = lambda: nullcontext(Reduction(memory, replicas_of(across)))
-    context: AbstractContextManager[object] = untraced(telling_windows)([(memory, begin)])
-    return context
 
 
 def merged(window: Accumulation, memory: Memory, updates: Array, donate: bool) -> Accumulation:

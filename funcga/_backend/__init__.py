@@ -237,12 +237,6 @@ class States(Protocol):
         """
         ...
 
-    def telling(self, across: Any, memory: Memory) -> AbstractContextManager[object]:
-        """The context of a call that ends a window, in which other processes are told of an
-        error.
-        """
-        ...
-
 
 class Transforms(Protocol):
     """What `multi_steps` needs of a framework: its conditional, and the dtypes of an update."""
