@@ -6,12 +6,13 @@ alike.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from funcga._call import Memory
-from funcga._fold import Tally, largest
+from funcga._fold import Tally, largest, parts_of
 from funcga._fold.accumulator import Accumulation, AccumulatorState
 from funcga._types import Array, Reduced, Scalar
 from funcga.errors import FuncgaError
@@ -130,7 +131,9 @@ def finish(window: Accumulation, tallies: Sequence[Tally], donate: bool) -> list
             if is_divided and is_same and not pure:
                 groups.setdefault(total, []).append(index)
             else:
-                finished[index] = fold.result(reduced, tally)
+                own = partial(arrays.owned, others=parts_of(reduced))
+                result = fold.normalize(reduced, tally)
+                finished[index] = pytree.tree_map_only(torch.Tensor, own, result)
         for total, group in groups.items():
             quotients: Any = [finished[index] for index in group]
             if not total:  # nothing was folded, or nothing that counts
@@ -215,7 +218,7 @@ def merged(window: Accumulation, memory: Memory, updates: Array, donate: bool) -
         memory.failed = False
     # What merges has all weighted sums in one unit, which the host knows.
     if isinstance(arrays.scalar(window.unit), torch.Tensor) or any(
-        fold.adds == "weighted" and not fold.is_mean for fold in window.outputs.reduced_folds
+        fold.adds == "weighted" and not fold.is_mean for fold in window.outputs.reduced.values()
     ):
         window = window.in_unit(1.0)
     # The merge of a window of one call does the rest, in place: these accumulators become its sums.

@@ -234,11 +234,6 @@ class LeafFold:
                 raise FuncgaError(f"the result of {where()} is not known: {why}.")
         return unseen
 
-    def result(self, reduced: Reduced, tally: Tally) -> Reduced:
-        """The result in memory of its own."""
-        parts = parts_of(reduced)
-        return _each(lambda part: self.arrays.owned(part, parts), self.normalize(reduced, tally))
-
 
 def _each(function: Callable[[Array], Array], result: Reduced) -> Reduced:
     """The result with a function applied to each array; a NamedTuple stays one."""

@@ -3,7 +3,7 @@ to return.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -25,25 +25,33 @@ from funcga.folds import Fold
 class Outputs:
     """The leaves of grad_fn's output, by how they are folded.
 
-    `folds` has a LeafFold for every array leaf and None for a leaf that is None. A leaf of carry()
-    is threaded, one of a growing monoid is collected, every other is reduced in place. `reduced`,
-    `collected` and `threads` are the indices of such leaves; `threads[k]` is the leaf that becomes
-    the k-th leaf of the CARRY arguments.
+    `folds` has a LeafFold for every array leaf and None for a leaf that is None. In a loop, a leaf
+    of carry() is threaded, and one of a growing monoid is collected; every other is reduced in
+    place. `threads[k]` is the leaf that becomes the k-th leaf of the CARRY arguments.
     """
 
     structure: Structure
     folds: tuple[LeafFold | None, ...]
     shapes: tuple[tuple[int, ...] | None, ...]
     dtypes: tuple[Dtype, ...]
-    reduced: tuple[int, ...]
-    collected: tuple[int, ...]
     threads: tuple[int, ...]
+    is_loop: bool
     backend: Backend
     # How many leaves a tool folds beside. They come first: values are (these leaves, output).
     before: int = 0
-    # The folds of the reduced and of the collected leaves, in order.
-    reduced_folds: tuple[LeafFold, ...] = field(default=(), compare=False, repr=False)
-    collected_folds: tuple[LeafFold, ...] = field(default=(), compare=False, repr=False)
+
+    @cached_property
+    def collected(self) -> dict[int, LeafFold]:
+        """The folds of the leaves whose values are collected, by leaf index."""
+        folds = enumerate(self.folds if self.is_loop else ())
+        return {index: fold for index, fold in folds if fold is not None and fold.axis is not None}
+
+    @cached_property
+    def reduced(self) -> dict[int, LeafFold]:
+        """The folds of the leaves that are reduced in place, by leaf index."""
+        others = {*self.threads, *self.collected}
+        folds = enumerate(self.folds)
+        return {index: fold for index, fold in folds if fold is not None and index not in others}
 
     def paths(self, name: str = "output") -> list[str]:
         """The path of every leaf in a tree of this name: for errors, and to match other trees by
@@ -100,10 +108,6 @@ class Outputs:
             folds=tuple(self.folds[leaf_index] for leaf_index in leaf_indices),
             shapes=tuple(self.shapes[leaf_index] for leaf_index in leaf_indices),
             dtypes=tuple(self.dtypes[leaf_index] for leaf_index in leaf_indices),
-            reduced=(),
-            collected=(),
-            reduced_folds=(),
-            collected_folds=(),
             threads=tuple(
                 index for index, leaf_index in enumerate(leaf_indices) if leaf_index in self.threads
             ),
@@ -207,16 +211,10 @@ def bind_outputs(
     """
     leaves, structure = backend.trees.flatten(value)
     leaf_values = broadcast_folds(fold, value, len(leaves), backend, name)
-    threaded, threads = None, tuple[int, ...]()
-    if carried is not None:
-        threaded = [k for k, (each, _) in enumerate(leaf_values) if each.reducer.carries]
     # Checked first: if carry() is missing, another fold may not fit the state, and that error
     # would mislead.
-    if carried or threaded:
-        threads = _threads(value, leaf_values, threaded or [], carried or [], backend)
-    folds, reduced, collected = _leaf_folds(
-        value, leaves, leaf_values, threaded, backend, shaped, name
-    )
+    threads = () if carried is None else _threads(value, leaf_values, carried, backend)
+    folds = _leaf_folds(value, leaves, leaf_values, backend, shaped, name)
     # None, and threaded objects, have neither shape nor dtype here.
     pairs = [*zip(folds, leaves, strict=True)]
     outputs = Outputs(
@@ -224,12 +222,9 @@ def bind_outputs(
         tuple(folds),
         tuple([leaf.shape if shaped and bound is not None else None for bound, leaf in pairs]),
         tuple([None if bound is None else leaf.dtype for bound, leaf in pairs]),
-        tuple(reduced),
-        tuple(collected),
         threads,
+        carried is not None,
         backend,
-        reduced_folds=tuple(reduced.values()),
-        collected_folds=tuple(collected.values()),
     )
     return outputs, leaves
 
@@ -238,20 +233,14 @@ def _leaf_folds(
     value: Tree,
     leaves: list[Any],
     leaf_values: list[PrefixValue],
-    threaded: list[int] | None,
     backend: Backend,
     shaped: bool,
     name: str,
-) -> tuple[list[LeafFold | None], dict[int, LeafFold], dict[int, LeafFold]]:
-    """The bound fold of every leaf, None for None; those of leaves that are reduced, by leaf index,
-    and that are collected, in a loop, which says which are `threaded`. Numbers among the leaves are
-    replaced by arrays.
+) -> list[LeafFold | None]:
+    """The bound fold of every leaf, None for None. Numbers among the leaves are replaced by
+    arrays.
     """
-    folds, reduced, collected = (
-        list[LeafFold | None](),
-        dict[int, LeafFold](),
-        dict[int, LeafFold](),
-    )
+    folds = list[LeafFold | None]()
     # Each kind of leaf is bound once, as a model has many leaves and few kinds. Keyed by the
     # `id` of a fold, which the caller keeps alive.
     bound: dict[tuple[int, Dtype], LeafFold] = {}
@@ -266,13 +255,9 @@ def _leaf_folds(
         if kind not in bound:
             bound[kind] = bind(fold, leaf, where, backend.arrays)
         folds.append(bound[kind])
-        axis = fold.reducer.monoid.axis
-        if shaped and (axis is not None or fold.reducer.stacked is not None):
+        if shaped:
             check_shape(fold, leaf, where, backend.arrays)
-        if threaded is None or leaf_index not in threaded:
-            grows = threaded is not None and axis is not None
-            (collected if grows else reduced)[leaf_index] = bound[kind]
-    return folds, reduced, collected
+    return folds
 
 
 def broadcast_folds(
@@ -312,16 +297,18 @@ def leaf_path(value: Tree, leaf_index: int, backend: Backend, name: str = "outpu
 def _threads(
     value: Tree,
     leaf_values: list[PrefixValue],
-    threaded: list[int],
     carried: list[tuple[str, str]],
     backend: Backend,
 ) -> tuple[int, ...]:
-    """For every carried leaf, (root, path), the output leaf that replaces it, one of `threaded`.
+    """For every carried leaf, (root, path), the output leaf of carry() that replaces it.
 
     The first CARRY argument is matched with the first carry() of the output, the second with the
     second, and so on. Below these the leaves are matched by path, so the order of a dict does not
     matter.
     """
+    threaded = [index for index, (fold, _) in enumerate(leaf_values) if fold.reducer.carries]
+    if not (threaded or carried):
+        return ()
     paths = leaf_paths(value, backend.trees, "output")
     returned = _by_place([(leaf_values[index].root, paths[index]) for index in threaded])
     given = _by_place(carried)

@@ -142,7 +142,7 @@ def gather(sums: Sums, agreement: Agreement, replicas: Replicas) -> Callable[[],
     """
     outputs, device = sums.folding.outputs, agreement.device
     values = [local(sums.of[leaf]) for leaf in agreement.gathered]
-    for leaf, fold in zip(outputs.collected, outputs.collected_folds, strict=True):
+    for leaf, fold in outputs.collected.items():
         axis = fold.axis or 0
         none = agreement.likes[leaf].narrow(
             axis, 0, 0
