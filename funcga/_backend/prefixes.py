@@ -23,18 +23,6 @@ class PrefixValue(NamedTuple):
     root: str
 
 
-class PrefixError(FuncgaError):
-    """A tree is no prefix of another one: they diverge at `path`."""
-
-    def __init__(self, what: str, path: str, prefix: Tree, tree: Tree, trees: Trees):
-        super().__init__(
-            f"{what}: at {path or 'its root'} it has {outline(prefix, trees)}, and there is "
-            f"{outline(tree, trees)}. Give one value for all that stands below, or a container "
-            "with the same keys."
-        )
-        self.path, self.prefix, self.tree = path, prefix, tree
-
-
 def outline(tree: Tree, trees: Trees) -> str:
     """A short description of a tree for errors: its type, and its first keys."""
     keys = [key for key, _ in trees.children(tree) or ()]
@@ -127,70 +115,34 @@ def broadcast(
 ) -> list[PrefixValue]:
     """The prefix's value for every one of the tree's `leaves`, in the order of `trees.flatten`.
 
-    Children are matched by key, so the order of a dict does not matter. Raises PrefixError, which
+    Children are matched by key, so the order of a dict does not matter. Raises FuncgaError, which
     says `what` is no prefix, where they don't match.
     """
     # A value of the prefix holds for all leaves below it.
     if is_value(prefix):
         return [PrefixValue(prefix, path)] * leaves
-    children = trees.children(tree)
-    branches = _children_like(prefix, tree, children, trees)
-    if branches is None or children is None:
-        raise PrefixError(what, path, prefix, tree, trees)
-    # In a dataclass torch has no child for a field that is None, where the prefix may have one.
-    if len(branches) > len(children):
-        branches = _without_absent(branches, tree, {key for key, _ in children})
-    matched = dict(branches)
+    children, branches = trees.children(tree), trees.children(prefix)
+    if branches is None and children is not None and type(prefix) is type(tree):
+        # A dataclass without arrays is a leaf, and this one stands for its fields.
+        branches = [(key, getattr(prefix, key[1:])) for key, _ in children]
+    keys, matched = [key for key, _ in children or ()], dict(branches or ())
     # A plain tuple or list stands for any sequence, by position, also for a NamedTuple. All else is
     # matched by key.
-    if type(prefix) in (tuple, list) and isinstance(tree, tuple | list):
-        matched = dict(zip([key for key, _ in children], matched.values(), strict=False))
-    if len(branches) != len(children) or matched.keys() != {key for key, _ in children}:
-        raise PrefixError(what, path, prefix, tree, trees)
+    is_sequence = type(prefix) in (tuple, list) and isinstance(tree, tuple | list)
+    if is_sequence and len(matched) == len(keys):
+        matched = dict(zip(keys, matched.values(), strict=True))
+    for key in {*matched}.difference(keys):
+        # In a dataclass torch has no child for a field that is None, where the prefix may have one.
+        if key.startswith(".") and getattr(tree, key[1:], tree) is None:
+            del matched[key]
+    if children is None or branches is None or matched.keys() != {*keys}:
+        raise FuncgaError(
+            f"{what}: at {path or 'its root'} it has {outline(prefix, trees)}, and there is "
+            f"{outline(tree, trees)}. Give one value for all that stands below, or a container "
+            "with the same keys."
+        )
     values = []
     for key, child in children:
         count = len(trees.flatten(child)[0])
         values += broadcast(matched[key], child, count, is_value, trees, path + key, what)
     return values
-
-
-def _children_like(
-    other: Tree, tree: Tree, children: list[tuple[str, Tree]] | None, trees: Trees
-) -> list[tuple[str, Tree]] | None:
-    """The children of another tree; also of a dataclass of this type without arrays, which is a
-    leaf.
-    """
-    branches = trees.children(other)
-    if branches is None and children is not None and type(other) is type(tree):
-        return [(key, getattr(other, key[1:])) for key, _ in children]
-    return branches
-
-
-def _without_absent(
-    branches: list[tuple[str, Any]], tree: Tree, keys: set[str]
-) -> list[tuple[str, Any]]:
-    """The branches without those for fields of the tree that are None."""
-    return [
-        (key, branch)
-        for key, branch in branches
-        if key in keys or not key.startswith(".") or getattr(tree, key[1:], tree) is not None
-    ]
-
-
-def subtrees(tree: Tree, like: Tree, trees: Trees, path: str = "") -> list[Tree]:
-    """The subtrees of a tree at the leaves of another one, in their order.
-
-    Children are matched by key, so the order of a dict does not matter. Raises PrefixError where
-    they don't match.
-    """
-    children = trees.children(like)
-    if children is None:
-        return [tree]
-    branches = dict(_children_like(tree, like, children, trees) or ())
-    if branches.keys() != {key for key, _ in children}:
-        raise PrefixError("the tree has another structure", path, like, tree, trees)
-    return [
-        below
-        for key, child in children
-        for below in subtrees(branches[key], child, trees, path + key)
-    ]
