@@ -74,7 +74,7 @@ class Alone(Window):
             is_alone = evaluations() == before
             self.unreached = bound.is_unreached(self, objective, (), 1.0, is_alone)
         self.backward(objective, 1.0, ())
-        self.value = loss.detach().clone(), trees.detached(aux, True)
+        self.value = loss.clone(), trees.detached(aux, True)
 
     def result(self) -> Tree:
         """The value and the gradients, in memory of their own; zeros where none has come."""
