@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
-from funcga import reducers
+from funcga import normalizers, reducers
 from funcga._backend import Backend
 from funcga._backend.dispatch import backend_of, import_backends, load_imported
 from funcga._call.arguments import Arguments, argument_names, read_arguments
@@ -161,7 +161,8 @@ class Program:
     def weigh(self, arguments: Arguments, args: tuple[Any, ...], rows: int | None) -> Scalar:
         """The weight of a micro-batch: a number, or a 0-d array that the host does not see yet.
 
-        By default it is the number of rows; with `rows` None they are counted in the arguments.
+        By default it is the number of rows; with `rows` None they are counted in the arguments. It
+        is 1 if they cannot be counted and no fold asks for a weight.
         """
         if self.weight is not None:
             weight = self.weight(*arguments.split_args(args))
@@ -171,6 +172,10 @@ class Program:
         try:
             return arguments.rows()
         except FuncgaError as error:
+            # What watches measures each gradient in units of its weight.
+            folds = arguments.backend.trees.flatten(self.fold, _is_fold)[0]
+            if self.watch is None and all(map(_ignores_weights, folds)):
+                return 1
             raise FuncgaError(
                 "the rows of a micro-batch are its weight unless weight= says it, and they cannot "
                 f"be counted: {error} Write stream(grad_fn, weight=lambda batch: len(batch)), or "
@@ -201,6 +206,23 @@ class Program:
 
 def _is_fold(node: object) -> bool:
     return isinstance(node, Fold)
+
+
+# What stock folds lift and normalize by without a look at the weight. A user's own function may
+# look at it.
+_WITHOUT_WEIGHT = {
+    *[each.lift for each in (reducers.pairs, reducers.pooled, reducers.logsumexp, reducers.carry)],
+    *[each.apply for each in (normalizers.identity, normalizers.ratio, normalizers.pooled)],
+    *[each.apply for each in (normalizers.logsumexp, normalizers.carry)],
+}
+
+
+def _ignores_weights(fold: Fold) -> bool:
+    """Whether the weights make no difference to the result, as to that of sum()."""
+    reducer, normalizer = fold.plain.reducer, fold.plain.normalizer
+    return (reducer.unweighted or reducer.lift in _WITHOUT_WEIGHT) and (
+        normalizer.divides_by == "steps" or normalizer.apply in _WITHOUT_WEIGHT
+    )
 
 
 def read_sizes(
