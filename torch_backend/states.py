@@ -212,10 +212,6 @@ def merged(window: Accumulation, memory: Memory, updates: Array, donate: bool) -
     """
     reduction = Reduction(memory, window.replicas)
     reduction.updates = arrays.scalar(updates)
-    if memory.failed:
-        # The others have made the last update, and this replica has not: its header says so.
-        reduction.history.finished -= 1
-        memory.failed = False
     # What merges has all weighted sums in one unit, which the host knows.
     if isinstance(arrays.scalar(window.unit), torch.Tensor) or any(
         fold.adds == "weighted" and not fold.is_mean for fold in window.outputs.reduced.values()

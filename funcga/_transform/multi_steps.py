@@ -380,7 +380,8 @@ class MultiStepsUpdate(UpdateFunction):
         extra, owned, backend = {**extra}, owned or self.donate, backend_of_state(state)
         weight, arrays, n = extra.pop("weight", 1), backend.arrays, self.n
         full = state.offered + 1 >= n if type(n) is int else self._is_last(state, arrays)
-        tells = self.program.across is not None and arrays.scalar(full) is True
+        may_end = arrays.scalar(full) is True or hasattr(n, "is_full")
+        tells = may_end and self.program.across is not None
         with self.program.telling() if tells else nullcontext():
             if extra:
                 _check_extra(extra)
@@ -487,7 +488,6 @@ class MultiStepsUpdate(UpdateFunction):
             given = value, extra
             result, inner, updated = step.when(keep, step.run, state.inner, params, given, value)
         except Exception:
-            self.program.memory.failed = True  # other replicas may have made this update
             if step.owned and merged is window:
                 merged.restore(finished)
             raise
