@@ -469,16 +469,8 @@ class MultiStepsUpdate(UpdateFunction):
         if self.skip is not None:
             steps, rejected = arrays.scalar(merged.tally.steps), merged.rejected
             keep, dropped = self.skip.at_the_end(dropped, steps, rejected, arrays)
-        finished = merged.finished(spent, "grads")
-        # In the dtypes in which the wrapped transform sees the params.
-        gradients, outputs = [*finished], merged.outputs
-        param_leaves = [] if params is None else window.matched(params, "params")[1]
-        for index, param in enumerate(param_leaves, folding.before):
-            fold, dtype = outputs.folds[index], getattr(param, "dtype", None)
-            if fold is None or dtype in (None, fold.result_dtype) or fold.fold.normalizer.dtype:
-                continue
-            gradients[index] = arrays.cast(gradients[index], arrays.accumulator_dtype(dtype))
-        value = backend.trees.unflatten(outputs.structure, gradients)
+        finished, outputs = merged.finished(spent, "grads"), merged.outputs
+        value = outputs.structure_of(finished)
         if self.inner.takes_weight:
             extra = {**extra, "weight": merged.total}
         observed = state.observed
