@@ -10,7 +10,7 @@ from funcga._backend import Arrays, Backend
 from funcga._backend.dispatch import backend_of, import_backends
 from funcga._call import Memory
 from funcga._call.arguments import argument_names
-from funcga._fold import as_number, check_quantity
+from funcga._fold import as_number, check_quantity, has_no_axes
 from funcga._types import Array, GradFn, LossFn, P, R, Scalar, Tree
 from funcga.errors import FuncgaError, check_callable
 
@@ -113,14 +113,13 @@ class GradientFunction:
         """
         if not self.scaled:
             return None, kwargs
-        others, arrays = dict(kwargs), backend.arrays
-        scale = as_number(others.pop("loss_scale", None))
-        if arrays.is_array(scale) and scale.shape == ():
-            scale = arrays.scalar(scale)
-            if arrays.is_array(scale):
-                return scale, others  # which the host does not see
-        meaning = "a finite number above 0, or a 0-d array of one"
-        check_quantity("loss_scale", scale, "state.scale", meaning)
+        others = dict(kwargs)
+        scale = others.pop("loss_scale", None)
+        if has_no_axes(scale):
+            scale = backend.arrays.scalar(as_number(scale))
+        if not has_no_axes(scale):  # else the host does not see it
+            meaning = "a finite number above 0, or a 0-d array of one"
+            check_quantity("loss_scale", scale, "state.scale", meaning)
         return scale, others
 
     def split(self, output: Tree, backend: Backend) -> tuple[Array, Tree]:

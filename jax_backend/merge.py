@@ -154,10 +154,9 @@ def _scatter_axes(outputs: Outputs, replicas: Replicas) -> dict[int, int]:
     """
     if replicas.scatter is None:
         return {}
-    count = len(outputs.folds)
-    tree = outputs.structure_of(range(count))
+    tree = outputs.structure_of(range(len(outputs.folds)))
     what = "scatter is no prefix of what grad_fn returns"
-    leaf_axes = broadcast(replicas.scatter, tree, count, _is_axis, trees, "output", what)
+    leaf_axes = broadcast(replicas.scatter, tree, _is_axis, trees, "output", what)
     scatter: dict[int, int] = {}
     for leaf_index, (axis, _) in enumerate(leaf_axes):
         if axis is None:

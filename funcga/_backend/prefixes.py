@@ -107,20 +107,19 @@ def leaves_in_order(tree: Tree, paths: Sequence[str], trees: Trees, root: str = 
 def broadcast(
     prefix: Tree,
     tree: Tree,
-    leaves: int,
     is_value: Callable[[Any], bool],
     trees: Trees,
     path: str,
     what: str,
 ) -> list[PrefixValue]:
-    """The prefix's value for every one of the tree's `leaves`, in the order of `trees.flatten`.
+    """The prefix's value for every leaf of the tree, in the order of `trees.flatten`.
 
     Children are matched by key, so the order of a dict does not matter. Raises FuncgaError, which
     says `what` is no prefix, where they don't match.
     """
     # A value of the prefix holds for all leaves below it.
     if is_value(prefix):
-        return [PrefixValue(prefix, path)] * leaves
+        return [PrefixValue(prefix, path)] * len(trees.flatten(tree)[0])
     children, branches = trees.children(tree), trees.children(prefix)
     if branches is None and children is not None and type(prefix) is type(tree):
         # A dataclass without arrays is a leaf, and this one stands for its fields.
@@ -143,6 +142,5 @@ def broadcast(
         )
     values = []
     for key, child in children:
-        count = len(trees.flatten(child)[0])
-        values += broadcast(matched[key], child, count, is_value, trees, path + key, what)
+        values += broadcast(matched[key], child, is_value, trees, path + key, what)
     return values

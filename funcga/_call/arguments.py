@@ -123,8 +123,12 @@ class Arguments:
         if not all(map(_is_list, lists)):
             return  # another array has these rows
         for examples in lists:
+            leaves = [leaf for leaf in flatten(examples)[0] if leaf is not None]
+            are_alike = len({(leaf.dtype, len(leaf.shape)) for leaf in leaves}) == 1
+            # A DataLoader makes its argument a list of the parts of a batch, which may be alike.
+            is_long = 1 < rows < len(examples) and len(leaves[0].shape) > 2
             is_argument = any(examples is part.value for part in split)
-            if _are_examples(len(examples), flatten(examples)[0], rows, is_argument):
+            if are_alike and len(examples) > 1 and (is_long or not is_argument):
                 raise FuncgaError(
                     f"a list of {len(examples)} arrays is split: axis 0 of each would be taken for "
                     "the rows, and these look like examples. If they are, stack them, or stream "
@@ -184,7 +188,7 @@ class Arguments:
         names = argument_names(self.grad_fn, len(self.parts))
         for name, part in zip(names, self.parts, strict=True):
             if part.axes:
-                axes = _axes_below(part.in_axes, part.value, len(part.leaves), trees, name)
+                axes = _axes_below(part.in_axes, part.value, trees, name)
                 of_leaves = zip(axes, leaf_paths(part.value, trees, name), strict=True)
                 paths += [(axis.root, path) for axis, path in of_leaves]
         return paths
@@ -231,7 +235,7 @@ def read_arguments(
             axes: list[Axis] = [axis] * len(leaves)
         else:
             name = argument_names(grad_fn, count)[arg_index]
-            below = _axes_below(axis, arg, len(leaves), backend.trees, name)
+            below = _axes_below(axis, arg, backend.trees, name)
             axes = [
                 axis if axis is None or axis is CARRY else operator.index(axis) for axis, _ in below
             ]
@@ -241,21 +245,13 @@ def read_arguments(
     return Arguments(tuple(parts), grad_fn, backend, state)
 
 
-def _axes_below(axis: Tree, arg: Tree, leaves: int, trees: Trees, name: str) -> list[PrefixValue]:
+def _axes_below(axis: Tree, arg: Tree, trees: Trees, name: str) -> list[PrefixValue]:
     what = "in_axes is no prefix of the arguments"
-    return broadcast(axis, arg, leaves, _is_axis, trees, name, what)
+    return broadcast(axis, arg, _is_axis, trees, name, what)
 
 
 def _is_list(node: object) -> bool:
     return type(node) is list
-
-
-def _are_examples(count: int, leaves: list[Array], rows: int, is_argument: bool) -> bool:
-    """Whether a list of so many arrays, or trees of them, looks like one of examples."""
-    are_alike = len({(leaf.dtype, len(leaf.shape)) for leaf in leaves if leaf is not None}) == 1
-    # A DataLoader makes its argument a list of the parts of a batch, which may be alike, too.
-    is_long = 1 < rows < count and len(leaves[0].shape) > 2
-    return are_alike and count > 1 and (is_long or not is_argument)
 
 
 def _is_axis(value: object) -> bool:

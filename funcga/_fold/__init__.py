@@ -42,12 +42,7 @@ class Tally(NamedTuple):
     def merge(self, other: "Tally") -> "Tally":
         """The tally of both."""
         a, b, steps = self.weight, other.weight, self.steps + other.steps
-        if len(a) != len(b):
-            raise FuncgaError(
-                "one state counts in 64 bits and the other in 32: "
-                "their folds accumulate in different dtypes. Make both with one Accumulator."
-            )
-        if len(a) == 1:
+        if len(a) == len(b) == 1:
             return Tally((a[0] + b[0],), steps)
         # The error of the high sum joins the low parts, and a second two_sum renormalises.
         high, error = two_sum(a[0], b[0])
@@ -203,9 +198,8 @@ class LeafFold:
             floats = arrays.accumulator_dtype(self.result_dtype)
             as_float = lambda part: arrays.cast(part, floats) if kind(part.dtype) == "int" else part
             reduced = _each(as_float, reduced)
-        beside = largest(reduced) if isinstance(reduced, tuple) else reduced
         scalars = [
-            arrays.cast(amount, self.accumulator_dtype, beside)
+            arrays.cast(amount, self.accumulator_dtype, largest(reduced))
             if arrays.is_array(amount)
             else float(amount)
             for amount in (tally.total, tally.steps)

@@ -273,7 +273,7 @@ def broadcast_folds(
     of = "what grad_fn returns" if name == "output" else f"the {name}"
     what = f"fold= is no Fold, and the tree of folds is no prefix of {of}"
     is_fold = lambda node: isinstance(node, Fold)
-    return broadcast(fold, value, leaves, is_fold, backend.trees, name, what)
+    return broadcast(fold, value, is_fold, backend.trees, name, what)
 
 
 def as_leaf(leaf: Any, where: Callable[[], str], backend: Backend) -> Array:
