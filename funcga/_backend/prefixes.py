@@ -77,14 +77,8 @@ class PathError(Exception):
     """
 
     def __init__(self, missing: list[str], new: list[str]):
-        super().__init__(missing, new)
-        self.missing, self.new = missing, new
-
-    def __str__(self) -> str:
-        missing, new = (
-            listed([f"`{path}`" for path in paths]) for paths in (self.missing, self.new)
-        )
-        return f"missing {missing}, new {new}"
+        of_both = [listed([f"`{path}`" for path in paths]) for paths in (missing, new)]
+        super().__init__("missing {}, new {}".format(*of_both))
 
 
 def check_paths(expected: Sequence[str], paths: Sequence[str]) -> None:

@@ -151,15 +151,9 @@ class MultiSteps(Transform):
             backend = backend_of_state(state)
             if params is not None:
                 params, _ = update.opened(state, backend).matched(params, "params")
+            # Inside of jit only the program knows it.
             offered = backend.arrays.scalar(state.offered)
-            # Inside of jit only the program knows it; with replicas the others may have something.
-            is_known = not backend.arrays.is_array(offered)
-            if is_known and not offered and self.across is None:
-                raise FuncgaError(
-                    "the window is empty: nothing was accumulated since the last update, so there "
-                    "is nothing to flush. After the last window ask first: if state.offered > 0."
-                )
-            has_any = is_known or offered > 0
+            has_any = offered > 0 if backend.arrays.is_array(offered) else True
             step = Step(update.tx, backend, update.donate)
             return update.end(step, step.owned, has_any, state, params, extra)
 
@@ -465,7 +459,7 @@ class MultiStepsUpdate(UpdateFunction):
         merged, keep, dropped = window, has_any, state.dropped
         if window.replicas is not None:
             merged, spent = states.merged(window, self.program.memory, state.updates, spent), True
-            _check_not_empty(merged, arrays)
+        _check_not_empty(merged, arrays)
         if self.skip is not None:
             steps, rejected = arrays.scalar(merged.tally.steps), merged.rejected
             keep, dropped = self.skip.at_the_end(dropped, steps, rejected, arrays)
@@ -524,13 +518,13 @@ def with_others(after: Tree, params: Tree, backend: Backend) -> Tree:
 
 
 def _check_not_empty(merged: Accumulation, arrays: Arrays) -> None:
-    """Raises FuncgaError, on all replicas, if the host sees that none has added anything."""
+    """Raises FuncgaError if the host sees that no replica has added anything."""
     count = arrays.scalar(merged.tally.steps + merged.rejected)
     if not arrays.is_array(count) and count == 0:
         raise FuncgaError(
-            "the window is empty on every replica: none has accumulated anything since the last "
-            "update, so there is nothing to flush. Flush once for each window that some replica "
-            "has a micro-batch of: one that has none adds nothing."
+            "the window is empty: nothing was accumulated since the last update, on any replica, "
+            "so there is nothing to flush. After the last window ask first: if state.offered > 0. "
+            "Over replicas flush once for each window that one of them has a micro-batch of."
         )
 
 
