@@ -198,8 +198,9 @@ class LeafFold:
             floats = arrays.accumulator_dtype(self.result_dtype)
             as_float = lambda part: arrays.cast(part, floats) if kind(part.dtype) == "int" else part
             reduced = _each(as_float, reduced)
+        beside = largest(reduced) if isinstance(reduced, tuple) else reduced
         scalars = [
-            arrays.cast(amount, self.accumulator_dtype, largest(reduced))
+            arrays.cast(amount, self.accumulator_dtype, beside)
             if arrays.is_array(amount)
             else float(amount)
             for amount in (tally.total, tally.steps)

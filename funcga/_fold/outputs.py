@@ -88,16 +88,10 @@ class Outputs:
         self, reduced: Sequence[Any], collected: Sequence[Any], threaded: Sequence[Any]
     ) -> Tree:
         """The result, in the structure of grad_fn's output."""
-        # All others are None.
-        leaves: list[Any] = [None] * len(self.folds)
-        for leaf_indices, values in (
-            (self.reduced, reduced),
-            (self.collected, collected),
-            (self.threads, threaded),
-        ):
-            for leaf_index, value in zip(leaf_indices, values, strict=True):
-                leaves[leaf_index] = value
-        return self.backend.trees.unflatten(self.structure, leaves)
+        indices = [*self.reduced, *self.collected, *self.threads]
+        leaves = dict(zip(indices, [*reduced, *collected, *threaded], strict=True))
+        all_leaves = [leaves.get(index) for index in range(len(self.folds))]  # others are None
+        return self.backend.trees.unflatten(self.structure, all_leaves)
 
     def part(self, leaf_indices: Sequence[int], structure: Structure) -> "Outputs":
         """The Outputs of some leaves, in a structure of their own, to check partial values by."""
@@ -211,10 +205,28 @@ def bind_outputs(
     """
     leaves, structure = backend.trees.flatten(value)
     leaf_values = broadcast_folds(fold, value, len(leaves), backend, name)
+    carries = [index for index, (fold, _) in enumerate(leaf_values) if fold.reducer.carries]
     # Checked first: if carry() is missing, another fold may not fit the state, and that error
     # would mislead.
-    threads = () if carried is None else _threads(value, leaf_values, carried, backend)
-    folds = _leaf_folds(value, leaves, leaf_values, backend, shaped, name)
+    threads = tuple[int, ...]()
+    if carried is not None and (carried or carries):
+        threads = _threads(value, leaf_values, carries, carried, backend)
+    # Each kind of leaf is bound once, as a model has many leaves and few kinds. Keyed by the
+    # `id` of a fold, which the caller keeps alive.
+    folds, bound = list[LeafFold | None](), dict[tuple[int, Dtype], LeafFold]()
+    for leaf_index, (fold, _) in enumerate(leaf_values):
+        leaf, where = leaves[leaf_index], partial(leaf_path, value, leaf_index, backend, name)
+        if not backend.arrays.is_array(leaf):
+            if leaf is None or leaf_index in carries:  # carried leaves may be any object
+                folds.append(None)
+                continue
+            leaf = leaves[leaf_index] = as_leaf(leaf, where, backend)
+        kind = id(fold), leaf.dtype
+        if kind not in bound:
+            bound[kind] = bind(fold, leaf, where, backend.arrays)
+        folds.append(bound[kind])
+        if shaped and (bound[kind].axis is not None or fold.reducer.stacked is not None):
+            check_shape(fold, leaf, where, backend.arrays)
     # None, and threaded objects, have neither shape nor dtype here.
     pairs = [*zip(folds, leaves, strict=True)]
     outputs = Outputs(
@@ -227,37 +239,6 @@ def bind_outputs(
         backend,
     )
     return outputs, leaves
-
-
-def _leaf_folds(
-    value: Tree,
-    leaves: list[Any],
-    leaf_values: list[PrefixValue],
-    backend: Backend,
-    shaped: bool,
-    name: str,
-) -> list[LeafFold | None]:
-    """The bound fold of every leaf, None for None. Numbers among the leaves are replaced by
-    arrays.
-    """
-    folds = list[LeafFold | None]()
-    # Each kind of leaf is bound once, as a model has many leaves and few kinds. Keyed by the
-    # `id` of a fold, which the caller keeps alive.
-    bound: dict[tuple[int, Dtype], LeafFold] = {}
-    for leaf_index, (fold, _) in enumerate(leaf_values):
-        leaf, where = leaves[leaf_index], partial(leaf_path, value, leaf_index, backend, name)
-        if not backend.arrays.is_array(leaf):
-            if leaf is None or fold.reducer.carries:  # carried leaves may be any object
-                folds.append(None)
-                continue
-            leaf = leaves[leaf_index] = as_leaf(leaf, where, backend)
-        kind = id(fold), leaf.dtype
-        if kind not in bound:
-            bound[kind] = bind(fold, leaf, where, backend.arrays)
-        folds.append(bound[kind])
-        if shaped:
-            check_shape(fold, leaf, where, backend.arrays)
-    return folds
 
 
 def broadcast_folds(
@@ -297,18 +278,16 @@ def leaf_path(value: Tree, leaf_index: int, backend: Backend, name: str = "outpu
 def _threads(
     value: Tree,
     leaf_values: list[PrefixValue],
+    threaded: list[int],
     carried: list[tuple[str, str]],
     backend: Backend,
 ) -> tuple[int, ...]:
-    """For every carried leaf, (root, path), the output leaf of carry() that replaces it.
+    """For every carried leaf, (root, path), the output leaf that replaces it, one of `threaded`.
 
     The first CARRY argument is matched with the first carry() of the output, the second with the
     second, and so on. Below these the leaves are matched by path, so the order of a dict does not
     matter.
     """
-    threaded = [index for index, (fold, _) in enumerate(leaf_values) if fold.reducer.carries]
-    if not (threaded or carried):
-        return ()
     paths = leaf_paths(value, backend.trees, "output")
     returned = _by_place([(leaf_values[index].root, paths[index]) for index in threaded])
     given = _by_place(carried)

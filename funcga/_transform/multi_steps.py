@@ -151,9 +151,7 @@ class MultiSteps(Transform):
             backend = backend_of_state(state)
             if params is not None:
                 params, _ = update.opened(state, backend).matched(params, "params")
-            # Inside of jit only the program knows it.
-            offered = backend.arrays.scalar(state.offered)
-            has_any = offered > 0 if backend.arrays.is_array(offered) else True
+            has_any = backend.arrays.scalar(state.offered > 0)  # inside of jit an array
             step = Step(update.tx, backend, update.donate)
             return update.end(step, step.owned, has_any, state, params, extra)
 
@@ -441,7 +439,7 @@ class MultiStepsUpdate(UpdateFunction):
         self,
         step: Step,
         spent: bool,
-        has_any: bool | Array,
+        keep: bool | Array,
         state: MultiStepsState,
         params: Tree,
         extra: dict[str, Any],
@@ -449,22 +447,30 @@ class MultiStepsUpdate(UpdateFunction):
         """(result, state): a step of the wrapped transform with the merged windows of all
         replicas; the window is then empty.
 
-        spent: whether the accumulators may be written to. has_any: whether the window has a
+        spent: whether the accumulators may be written to. keep: whether the window has a
         micro-batch.
         """
         backend, folding = step.backend, self.folding
         arrays, states = backend.arrays, backend.states
         window = self.opened(state, backend)
         # Merged first, as only the whole window shows whether there is an update.
-        merged, keep, dropped = window, has_any, state.dropped
+        merged, dropped = window, state.dropped
         if window.replicas is not None:
             merged, spent = states.merged(window, self.program.memory, state.updates, spent), True
-        _check_not_empty(merged, arrays)
+            if keep is not True:
+                keep = arrays.scalar(merged.tally.steps + merged.rejected > 0)
+        if keep is False:
+            raise FuncgaError(
+                "the window is empty: nothing was accumulated since the last update, on any "
+                "replica, so there is nothing to flush. After the last window ask first: if "
+                "state.offered > 0. Over replicas flush once for each window that one of them has "
+                "a micro-batch of."
+            )
         if self.skip is not None:
             steps, rejected = arrays.scalar(merged.tally.steps), merged.rejected
             keep, dropped = self.skip.at_the_end(dropped, steps, rejected, arrays)
         finished, outputs = merged.finished(spent, "grads"), merged.outputs
-        value = outputs.structure_of(finished)
+        value = backend.trees.unflatten(outputs.structure, finished)
         if self.inner.takes_weight:
             extra = {**extra, "weight": merged.total}
         observed = state.observed
@@ -490,7 +496,7 @@ class MultiStepsUpdate(UpdateFunction):
     def opened(self, state: MultiStepsState, backend: Backend) -> Accumulation:
         """The window of a state, of this replica."""
         window = state.window
-        replicas = self.program.replicas(backend)
+        replicas = None if self.program.across is None else self.program.replicas(backend)
         # Without replicas the window is whole.
         if replicas is None and isinstance(window.part, tuple):
             return self.folding.opened(window, backend)
@@ -515,17 +521,6 @@ def with_others(after: Tree, params: Tree, backend: Backend) -> Tree:
 
 
 # -- what is refused
-
-
-def _check_not_empty(merged: Accumulation, arrays: Arrays) -> None:
-    """Raises FuncgaError if the host sees that no replica has added anything."""
-    count = arrays.scalar(merged.tally.steps + merged.rejected)
-    if not arrays.is_array(count) and count == 0:
-        raise FuncgaError(
-            "the window is empty: nothing was accumulated since the last update, on any replica, "
-            "so there is nothing to flush. After the last window ask first: if state.offered > 0. "
-            "Over replicas flush once for each window that one of them has a micro-batch of."
-        )
 
 
 def _check_extra(extra: dict[str, Any]) -> None:
