@@ -192,8 +192,8 @@ class Sums:
             if share:  # a weight of 0 adds nothing, not even a NaN
                 before.add_(loss, alpha=share)
         else:
-            begun = loss.to(self.folding.folds[index].accumulator_dtype)
-            self.of[index] = begun.mul(share) if share else torch.zeros_like(begun)
+            first = loss.to(self.folding.folds[index].accumulator_dtype)
+            self.of[index] = first.mul(share) if share else torch.zeros_like(first)
         self.total, self.steps = self.total + weight, self.steps + 1
 
     def add(self, values: Mapping[int, Any], weight: Scalar) -> None:

@@ -84,8 +84,7 @@ class Alone(Window):
             for leaf, grad in zip(self.inputs, map(_GRAD, self.inputs), strict=True)
         ]
         if {*map(type, grads)} <= {torch.Tensor} and {*map(_LAYOUT, grads)} <= {torch.strided}:
-            alone = zip(grads, arrays.are_alone(grads), strict=True)
-            grads = [grad if own else grad.clone() for grad, own in alone]
+            grads = arrays.in_own_memory(grads)
         else:
             grads = [*map(without_partials, grads, self.inputs)]
         each = iter(grads)

@@ -15,7 +15,6 @@ import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any, Self
 
@@ -121,8 +120,7 @@ class Window(ExitStack):
                 put_hooks(leaves.originals, inputs)
             self.inputs, self.loss_fn = inputs, gradient.loss_fn
             if own is not None:
-                # That walk has just found the parameters.
-                stack.enter_context(gradients_aside(inputs, own.walk.parts.ids))
+                stack.enter_context(gradients_aside(inputs, own.parts.ids))
                 self.loss_fn = partial(gradient.loss_fn, own.module)
             elif isinstance(gradient.loss_fn, PureLoss) and 0 not in plan.moving:
                 named: Any = leaves.trees.get(0, parts[0].value)
@@ -181,10 +179,11 @@ class Window(ExitStack):
             else:
                 part = part._replace(value=trees.detached(part.value, True))
             parts.append(part)
+        arguments = Arguments(tuple(parts), arguments.grad_fn, self.backend, arguments.state)
         if kwargs or self.gradient.scaled:
             kwargs = {name: trees.detached(value, True) for name, value in kwargs.items()}
             self.scale, kwargs = self.gradient.read_scale(kwargs, self.backend)
-        return replace(arguments, parts=tuple(parts)), kwargs
+        return arguments, kwargs
 
     # --- a micro-batch
 
@@ -366,8 +365,7 @@ class Window(ExitStack):
         if {*map(_LAYOUT, firsts)} - {torch.strided}:
             firsts = [*map(arrays.strided, firsts)]
         # Later gradients are added in place, so nobody else may hold this memory.
-        for at, first, alone in zip(new, firsts, arrays.are_alone(firsts), strict=True):
-            total = first if alone else first.clone()
+        for at, total in zip(new, arrays.in_own_memory(firsts), strict=True):
             if total is not grads[at]:
                 self.inputs[at].grad = total
             held[at] = self.sums.of[indices[at]] = total

@@ -405,8 +405,7 @@ class WrappedWindow(Window):
             for p in self.inputs
         ]
         if not self.wrapper.fresh:
-            alone = zip(grads, arrays.are_alone(grads), strict=True)
-            grads = [grad if is_alone else grad.clone() for grad, is_alone in alone]
+            grads = arrays.in_own_memory(grads)
         self.sums.of.update(zip(self.sums.folding.grads, grads, strict=True))
 
     def result(self) -> Tree:
