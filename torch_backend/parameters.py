@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from funcga._backend.prefixes import PathError, leaf_paths, paths_apart
+from funcga._backend.prefixes import PathError, PrefixError, leaf_paths, paths_apart, subtrees
 from funcga._types import Array, Tree
 from funcga.errors import FuncgaError
 from torch_backend import arrays, trees
@@ -226,9 +226,7 @@ def _problem(parameter: Any, grad: Any) -> str | None:
     )
 
 
-def matched(
-    tree: Tree, like: Tree, name: str, like_name: str = "params", path: str = ""
-) -> list[Tree]:
+def matched(tree: Tree, like: Tree, name: str, like_name: str = "params") -> list[Tree]:
     """What a tree has at each leaf of another one, in the order of that one's leaves.
 
     Children are matched by key, so the order of a dict does not matter. Raises FuncgaError, with
@@ -238,22 +236,17 @@ def matched(
     is_flat = type(like) is type(tree) is dict and {*map(type, like.values())} <= PLAIN
     if is_flat and like.keys() == tree.keys():
         return [tree[key] for key in like]
-    children, branches = trees.children(like), dict(trees.children(tree) or ())
-    if children is None:
-        return [tree]
-    missing, new = paths_apart([key for key, _ in children], [*branches])
-    if missing or new:
+    try:
+        return subtrees(tree, like, trees)
+    except PrefixError as error:
+        nodes = [trees.children(node) or () for node in (error.prefix, error.tree)]
+        apart = PathError(*paths_apart(*[[key for key, _ in node] for node in nodes]))
         raise FuncgaError(
-            f"{name} and {like_name} differ in structure: `{name}{path}` is "
-            f"{arrays.describe(tree)}, with {PathError(missing, new)}. Give {name} the structure "
-            f"of {like_name}; of loss, grads = step(...) the gradients alone, with None where "
-            "there is none."
-        )
-    return [
-        below
-        for key, child in children
-        for below in matched(branches[key], child, name, like_name, path + key)
-    ]
+            f"{name} and {like_name} differ in structure: `{name}{error.path}` is "
+            f"{arrays.describe(error.tree)}, with {apart}. Give {name} the structure of "
+            f"{like_name}; of loss, grads = step(...) the gradients alone, with None where there "
+            "is none."
+        ) from None
 
 
 def described(leaf: object) -> str:

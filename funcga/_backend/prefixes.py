@@ -23,6 +23,18 @@ class PrefixValue(NamedTuple):
     root: str
 
 
+class PrefixError(FuncgaError):
+    """A tree is no prefix of another one: they diverge at `path`."""
+
+    def __init__(self, what: str, path: str, prefix: Tree, tree: Tree, trees: Trees):
+        super().__init__(
+            f"{what}: at {path or 'its root'} it has {outline(prefix, trees)}, and there is "
+            f"{outline(tree, trees)}. Give one value for all that stands below, or a container "
+            "with the same keys."
+        )
+        self.path, self.prefix, self.tree = path, prefix, tree
+
+
 def outline(tree: Tree, trees: Trees) -> str:
     """A short description of a tree for errors: its type, and its first keys."""
     keys = [key for key, _ in trees.children(tree) or ()]
@@ -129,12 +141,27 @@ def broadcast(
         if key.startswith(".") and getattr(tree, key[1:], tree) is None:
             del matched[key]
     if children is None or branches is None or matched.keys() != {*keys}:
-        raise FuncgaError(
-            f"{what}: at {path or 'its root'} it has {outline(prefix, trees)}, and there is "
-            f"{outline(tree, trees)}. Give one value for all that stands below, or a container "
-            "with the same keys."
-        )
+        raise PrefixError(what, path, prefix, tree, trees)
     values = []
     for key, child in children:
         values += broadcast(matched[key], child, is_value, trees, path + key, what)
     return values
+
+
+def subtrees(tree: Tree, like: Tree, trees: Trees, path: str = "") -> list[Tree]:
+    """The subtrees of a tree at the leaves of another one, in their order.
+
+    Children are matched by key, so the order of a dict does not matter. Raises PrefixError where
+    they don't match.
+    """
+    children = trees.children(like)
+    if children is None:
+        return [tree]
+    branches = dict(trees.children(tree) or ())
+    if branches.keys() != {key for key, _ in children}:
+        raise PrefixError("the tree has another structure", path, like, tree, trees)
+    return [
+        below
+        for key, child in children
+        for below in subtrees(branches[key], child, trees, path + key)
+    ]
