@@ -4,7 +4,7 @@ values into it; `multi_steps` is one, with a gate that ends the window.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
 from typing import Any, NamedTuple
@@ -245,20 +245,16 @@ class Accumulation(NamedTuple):
                 continue
             if isinstance(leaf, int | float | complex):
                 leaf = leaves[leaf_index] = arrays.as_array(leaf)
-            if not self._fits(self.outputs.before + leaf_index, leaf, name == "params"):
+            fold, is_param = outputs.folds[leaf_index], name == "params"
+            fits = is_param and fold is None
+            if fold is not None and arrays.is_array(leaf):
+                kind, own = map(arrays.kind, (leaf.dtype, outputs.dtypes[leaf_index]))
+                fits = any(part.shape == leaf.shape for part in parts_of(accumulator))
+                # Where a value is not added as it is, what becomes of it is compared.
+                fits = fits if is_param else kind == own and (fits or not fold.adds)
+            if not fits:
                 raise self._unfit(self.outputs.before + leaf_index, leaf, name)
         return tree, leaves
-
-    def _fits(self, leaf_index: int, leaf: Any, is_param: bool) -> bool:
-        """Whether a leaf belongs to an accumulator."""
-        fold, arrays = self.outputs.folds[leaf_index], self.outputs.backend.arrays
-        if fold is None or not arrays.is_array(leaf):
-            return is_param and fold is None
-        # Where a value is not added as it is, what becomes of it is compared.
-        kinds = [arrays.kind(dtype) for dtype in (leaf.dtype, self.outputs.dtypes[leaf_index])]
-        held = parts_of(self.accumulators[leaf_index])
-        has_shape = any(part.shape == leaf.shape for part in held)
-        return has_shape if is_param else kinds[0] == kinds[1] and (has_shape or not fold.adds)
 
     def _in_order(self, tree: Tree, name: str) -> tuple[Tree, list[Any]]:
         """A tree and its leaves in the order of their accumulators."""
@@ -322,7 +318,9 @@ class Folding:
         `observed` before the first update.
         """
         outputs, leaves = self.bind(like, backend)
-        return empty(outputs, outputs.identities(leaves)), ()
+        pairs = zip(outputs.folds, leaves, strict=True)
+        sums = [None if fold is None else fold.identity(leaf) for fold, leaf in pairs]
+        return empty(outputs, sums), ()
 
     def opened(self, state: AccumulatorState, backend: Backend) -> Accumulation:
         """The window of a state."""
@@ -348,8 +346,8 @@ class Folding:
         """The Outputs for values like this one, and its leaves. FuncgaError for folds that do not
         fit.
         """
-        outputs, leaves = bind_outputs(self.fold, value, backend, shaped=shaped, name=self.name)
-        return replace(outputs, before=self.before), leaves
+        options: dict[str, Any] = {"shaped": shaped, "name": self.name, "before": self.before}
+        return bind_outputs(self.fold, value, backend, **options)
 
 
 # -- the accumulator

@@ -16,7 +16,7 @@ from funcga._backend.prefixes import (
     leaves_in_order,
 )
 from funcga._fold import LeafFold, bind, check_shape
-from funcga._types import Array, Dtype, Reduced, Structure, Tree
+from funcga._types import Array, Dtype, Structure, Tree
 from funcga.errors import FuncgaError
 from funcga.folds import Fold
 
@@ -60,11 +60,6 @@ class Outputs:
         return ["measured"] * self.before + leaf_paths(
             self.value_of(range(len(self.folds))), self.backend.trees, name
         )
-
-    def identities(self, leaves: Sequence[Any]) -> list[Reduced]:
-        """The identity of each leaf's fold."""
-        pairs = zip(self.folds, leaves, strict=True)
-        return [None if fold is None else fold.identity(leaf) for fold, leaf in pairs]
 
     def structure_of(self, leaves: Iterable[Any]) -> Tree:
         """The tree of these leaves."""
@@ -192,6 +187,7 @@ def bind_outputs(
     carried: list[tuple[str, str]] | None = None,
     shaped: bool = True,
     name: str = "output",
+    before: int = 0,
 ) -> tuple[Outputs, list[Any]]:
     """The Outputs for values like this one, and its leaves, the numbers among them as arrays.
 
@@ -200,9 +196,11 @@ def bind_outputs(
     monoid.
 
     `value` has arrays, or structs with a shape and a dtype; unless `shaped`, only dtypes count.
-    `name`: "output" or "params", for errors. Raises FuncgaError for folds that do not fit, and
-    for leaves of carry() that do not match the carried ones.
+    `name`: "output" or "params", for errors. `before`: as in Outputs. Raises FuncgaError for folds
+    that do not fit, and for leaves of carry() that do not match the carried ones.
     """
+    if before:  # first without these, so that errors name leaves of grad_fn's own output
+        bind_outputs(fold[1], value[1], backend, carried=carried, shaped=shaped, name=name)
     leaves, structure = backend.trees.flatten(value)
     leaf_values = broadcast_folds(fold, value, len(leaves), backend, name)
     carries = [index for index, (fold, _) in enumerate(leaf_values) if fold.reducer.carries]
@@ -237,6 +235,7 @@ def bind_outputs(
         threads,
         carried is not None,
         backend,
+        before,
     )
     return outputs, leaves
 
