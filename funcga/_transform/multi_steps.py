@@ -469,7 +469,8 @@ class MultiStepsUpdate(UpdateFunction):
         if self.skip is not None:
             steps, rejected = arrays.scalar(merged.tally.steps), merged.rejected
             keep, dropped = self.skip.at_the_end(dropped, steps, rejected, arrays)
-        finished, outputs = merged.finished(spent, "grads"), merged.outputs
+        finished = merged.finished(spent, "grads")
+        outputs = merged.outputs
         value = backend.trees.unflatten(outputs.structure, finished)
         if self.inner.takes_weight:
             extra = {**extra, "weight": merged.total}
