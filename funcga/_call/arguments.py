@@ -124,11 +124,11 @@ class Arguments:
             return  # another array has these rows
         for examples in lists:
             leaves = [leaf for leaf in flatten(examples)[0] if leaf is not None]
-            are_alike = len({(leaf.dtype, len(leaf.shape)) for leaf in leaves}) == 1
+            if len(examples) == 1 or len({(leaf.dtype, len(leaf.shape)) for leaf in leaves}) != 1:
+                continue  # not alike
             # A DataLoader makes its argument a list of the parts of a batch, which may be alike.
             is_long = 1 < rows < len(examples) and len(leaves[0].shape) > 2
-            is_argument = any(examples is part.value for part in split)
-            if are_alike and len(examples) > 1 and (is_long or not is_argument):
+            if is_long or not any(examples is part.value for part in split):
                 raise FuncgaError(
                     f"a list of {len(examples)} arrays is split: axis 0 of each would be taken for "
                     "the rows, and these look like examples. If they are, stack them, or stream "
@@ -169,9 +169,7 @@ class Arguments:
         """Whether each argument is split: what `weight=` and `totals=` are called with."""
         # In JAX None has no leaf. It counts as split all the same, as in torch.
         return [
-            any(isinstance(axis, int) for axis in part.axes)
-            if part.axes
-            else isinstance(part.in_axes, int)
+            isinstance(part.in_axes, int) or any(isinstance(axis, int) for axis in part.axes)
             for part in self.parts
         ]
 
