@@ -4,7 +4,7 @@ options, checked.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
@@ -190,10 +190,16 @@ class Program:
     def bind(self, value: Tree, arguments: Arguments) -> tuple[Outputs, list[Any]]:
         """The Outputs for a first micro-batch with this value, and its leaves."""
         # The first micro-batch shows the structure; all later ones are checked against it.
-        fold, before, carried = self.fold, 0, arguments.carried() if arguments.state else []
-        if self.watch is not None:
-            fold, before = (self.watch.folds, fold), len(self.watch.folds)
-        return bind_outputs(fold, value, arguments.backend, carried=carried, before=before)
+        backend, carried = arguments.backend, arguments.carried() if arguments.state else []
+        if self.watch is None:
+            outputs, leaves = bind_outputs(self.fold, value, backend, carried=carried)
+        else:
+            # The value is bound alone first, so that errors name leaves of grad_fn's own output.
+            bind_outputs(self.fold, value[1], backend, carried=carried)
+            folds = self.watch.folds
+            outputs, leaves = bind_outputs((folds, self.fold), value, backend, carried=carried)
+            outputs = replace(outputs, before=len(folds))
+        return outputs, leaves
 
 
 def _is_fold(node: object) -> bool:

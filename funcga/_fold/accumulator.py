@@ -4,7 +4,7 @@ values into it; `multi_steps` is one, with a gate that ends the window.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import count
 from typing import Any, NamedTuple
@@ -346,8 +346,8 @@ class Folding:
         """The Outputs for values like this one, and its leaves. FuncgaError for folds that do not
         fit.
         """
-        options: dict[str, Any] = {"shaped": shaped, "name": self.name, "before": self.before}
-        return bind_outputs(self.fold, value, backend, **options)
+        outputs, leaves = bind_outputs(self.fold, value, backend, shaped=shaped, name=self.name)
+        return replace(outputs, before=self.before), leaves
 
 
 # -- the accumulator

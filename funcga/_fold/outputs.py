@@ -187,7 +187,6 @@ def bind_outputs(
     carried: list[tuple[str, str]] | None = None,
     shaped: bool = True,
     name: str = "output",
-    before: int = 0,
 ) -> tuple[Outputs, list[Any]]:
     """The Outputs for values like this one, and its leaves, the numbers among them as arrays.
 
@@ -196,11 +195,9 @@ def bind_outputs(
     monoid.
 
     `value` has arrays, or structs with a shape and a dtype; unless `shaped`, only dtypes count.
-    `name`: "output" or "params", for errors. `before`: as in Outputs. Raises FuncgaError for folds
-    that do not fit, and for leaves of carry() that do not match the carried ones.
+    `name`: "output" or "params", for errors. Raises FuncgaError for folds that do not fit, and
+    for leaves of carry() that do not match the carried ones.
     """
-    if before:  # first without these, so that errors name leaves of grad_fn's own output
-        bind_outputs(fold[1], value[1], backend, carried=carried, shaped=shaped, name=name)
     leaves, structure = backend.trees.flatten(value)
     leaf_values = broadcast_folds(fold, value, len(leaves), backend, name)
     carries = [index for index, (fold, _) in enumerate(leaf_values) if fold.reducer.carries]
@@ -235,7 +232,6 @@ def bind_outputs(
         threads,
         carried is not None,
         backend,
-        before,
     )
     return outputs, leaves
 
