@@ -51,7 +51,8 @@ class Tally(NamedTuple):
     @property
     def total(self) -> Scalar:
         """The total weight as one scalar, rounded to the type of its limbs."""
-        return self.weight[0] if len(self.weight) == 1 else self.weight[0] + self.weight[1]
+        first, *rest = self.weight
+        return sum(rest, first)
 
 
 def two_sum(a: Array, b: Array) -> tuple[Array, Array]:
@@ -178,12 +179,11 @@ class LeafFold:
 
     def lift(self, value: Array, weight: Scalar) -> Reduced:
         """One micro-batch's value as it enters the monoid."""
-        if self.arrays.is_array(weight):
-            weight = self.arrays.cast(weight, self.accumulator_dtype, value)
-        elif isinstance(weight, int):
-            weight = float(weight)  # JAX takes no int of more than 31 bits as an operand
-        value = self.arrays.cast(value, self.accumulator_dtype)
-        return self.fold.reducer.lift(self.arrays.xp, value, weight)
+        cast, dtype = self.arrays.cast, self.accumulator_dtype
+        # JAX takes no int of more than 31 bits as an operand.
+        is_array = self.arrays.is_array(weight)
+        weight = cast(weight, dtype, value) if is_array else float(weight)
+        return self.fold.reducer.lift(self.arrays.xp, cast(value, dtype), weight)
 
     def combine(self, a: Reduced, b: Reduced) -> Reduced:
         """Both, combined by the monoid."""
