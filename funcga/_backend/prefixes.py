@@ -126,26 +126,36 @@ def broadcast(
     # A value of the prefix holds for all leaves below it.
     if is_value(prefix):
         return [PrefixValue(prefix, path)] * len(trees.flatten(tree)[0])
-    children, branches = trees.children(tree), trees.children(prefix)
-    if branches is None and children is not None and type(prefix) is type(tree):
-        # A dataclass without arrays is a leaf, and this one stands for its fields.
-        branches = [(key, getattr(prefix, key[1:])) for key, _ in children]
-    keys, matched = [key for key, _ in children or ()], dict(branches or ())
-    # A plain tuple or list stands for any sequence, by position, also for a NamedTuple. All else is
-    # matched by key.
-    is_sequence = type(prefix) in (tuple, list) and isinstance(tree, tuple | list)
-    if is_sequence and len(matched) == len(keys):
-        matched = dict(zip(keys, matched.values(), strict=True))
-    for key in {*matched}.difference(keys):
-        # In a dataclass torch has no child for a field that is None, where the prefix may have one.
-        if key.startswith(".") and getattr(tree, key[1:], tree) is None:
-            del matched[key]
-    if children is None or branches is None or matched.keys() != {*keys}:
+    children = trees.children(tree)
+    matched = _branches(prefix, tree, children or [], trees)
+    if children is None or matched is None or matched.keys() != {key for key, _ in children}:
         raise PrefixError(what, path, prefix, tree, trees)
     values = []
     for key, child in children:
         values += broadcast(matched[key], child, is_value, trees, path + key, what)
     return values
+
+
+def _branches(
+    prefix: Tree, tree: Tree, children: list[tuple[str, Tree]], trees: Trees
+) -> dict[str, Tree] | None:
+    """The children of a prefix by the keys of these children of a tree; None for a leaf."""
+    branches, keys = trees.children(prefix), [key for key, _ in children]
+    if branches is None:
+        # A dataclass without arrays is a leaf, and this one stands for its fields.
+        is_alike = children and type(prefix) is type(tree)
+        return {key: getattr(prefix, key[1:]) for key in keys} if is_alike else None
+    # A plain tuple or list stands for any sequence, by position, also for a NamedTuple. All else is
+    # matched by key.
+    is_sequence = type(prefix) in (tuple, list) and isinstance(tree, tuple | list)
+    if is_sequence and len(branches) == len(keys):
+        return {key: branch for key, (_, branch) in zip(keys, branches, strict=True)}
+    # In a dataclass torch has no child for a field that is None, where the prefix may have one.
+    return {
+        key: branch
+        for key, branch in branches
+        if key in keys or not key.startswith(".") or getattr(tree, key[1:], tree) is not None
+    }
 
 
 def subtrees(tree: Tree, like: Tree, trees: Trees, path: str = "") -> list[Tree]:

@@ -123,12 +123,9 @@ class Arguments:
         if not all(map(_is_list, lists)):
             return  # another array has these rows
         for examples in lists:
-            leaves = [leaf for leaf in flatten(examples)[0] if leaf is not None]
-            if len(examples) == 1 or len({(leaf.dtype, len(leaf.shape)) for leaf in leaves}) != 1:
-                continue  # not alike
             # A DataLoader makes its argument a list of the parts of a batch, which may be alike.
-            is_long = 1 < rows < len(examples) and len(leaves[0].shape) > 2
-            if is_long or not any(examples is part.value for part in split):
+            is_argument = any(examples is part.value for part in split)
+            if _look_alike(flatten(examples)[0], len(examples), rows if is_argument else None):
                 raise FuncgaError(
                     f"a list of {len(examples)} arrays is split: axis 0 of each would be taken for "
                     "the rows, and these look like examples. If they are, stack them, or stream "
@@ -250,6 +247,13 @@ def _axes_below(axis: Tree, arg: Tree, trees: Trees, name: str) -> list[PrefixVa
 
 def _is_list(node: object) -> bool:
     return type(node) is list
+
+
+def _look_alike(leaves: list[Array], count: int, rows: int | None) -> bool:
+    """Whether so many arrays, or trees of them, are alike; with `rows`, and are more than these."""
+    kinds = {(leaf.dtype, len(leaf.shape)) for leaf in leaves if leaf is not None}
+    is_long = rows is None or (1 < rows < count and max(axes for _, axes in kinds) > 2)
+    return len(kinds) == 1 < count and is_long
 
 
 def _is_axis(value: object) -> bool:

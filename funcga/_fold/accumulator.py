@@ -239,8 +239,7 @@ class Accumulation(NamedTuple):
         for leaf_index, (leaf, accumulator) in enumerate(zip(leaves, accumulators, strict=True)):
             # The usual case: an array of the same type.
             if type(leaf) is type(accumulator) and (
-                leaf is None
-                or (leaf.shape == accumulator.shape and leaf.dtype == accumulator.dtype)
+                leaf is None or (leaf.shape, leaf.dtype) == (accumulator.shape, accumulator.dtype)
             ):
                 continue
             if isinstance(leaf, int | float | complex):

@@ -208,27 +208,29 @@ def bind_outputs(
         threads = _threads(value, leaf_values, carries, carried, backend)
     # Each kind of leaf is bound once, as a model has many leaves and few kinds. Keyed by the
     # `id` of a fold, which the caller keeps alive.
-    folds, bound = list[LeafFold | None](), dict[tuple[int, Dtype], LeafFold]()
+    bound: dict[tuple[int, Dtype], LeafFold] = {}
+    # None, and threaded objects, have neither fold nor shape nor dtype here.
+    folds: list[LeafFold | None] = [None] * len(leaves)
+    shapes, dtypes = list[Any](folds), list[Any](folds)
     for leaf_index, (fold, _) in enumerate(leaf_values):
         leaf, where = leaves[leaf_index], partial(leaf_path, value, leaf_index, backend, name)
         if not backend.arrays.is_array(leaf):
             if leaf is None or leaf_index in carries:  # carried leaves may be any object
-                folds.append(None)
                 continue
             leaf = leaves[leaf_index] = as_leaf(leaf, where, backend)
         kind = id(fold), leaf.dtype
         if kind not in bound:
             bound[kind] = bind(fold, leaf, where, backend.arrays)
-        folds.append(bound[kind])
-        if shaped and (bound[kind].axis is not None or fold.reducer.stacked is not None):
-            check_shape(fold, leaf, where, backend.arrays)
-    # None, and threaded objects, have neither shape nor dtype here.
-    pairs = [*zip(folds, leaves, strict=True)]
+        folds[leaf_index], dtypes[leaf_index] = bound[kind], leaf.dtype
+        if shaped:
+            shapes[leaf_index] = leaf.shape
+            if bound[kind].axis is not None or fold.reducer.stacked is not None:
+                check_shape(fold, leaf, where, backend.arrays)
     outputs = Outputs(
         structure,
         tuple(folds),
-        tuple([leaf.shape if shaped and bound is not None else None for bound, leaf in pairs]),
-        tuple([None if bound is None else leaf.dtype for bound, leaf in pairs]),
+        tuple(shapes),
+        tuple(dtypes),
         threads,
         carried is not None,
         backend,
