@@ -6,13 +6,13 @@ alike.
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 
 from funcga._call import Memory
-from funcga._fold import Tally, largest
+from funcga._fold import Tally, largest, parts_of
 from funcga._fold.accumulator import Accumulation, AccumulatorState
 from funcga._types import Array, Reduced, Scalar
 from funcga.errors import FuncgaError
@@ -20,11 +20,9 @@ from torch_backend import arrays
 from torch_backend._private import pytree
 from torch_backend.arrays import without_overlap
 from torch_backend.dtensor import as_dtensor, local_tensors
-from torch_backend.loop import untraced
 from torch_backend.parameters import PLAIN
 from torch_backend.reduce import Reduction
-from torch_backend.reduce import telling as telling_windows
-from torch_backend.replicas import Replicas, are_processes, replicas_of
+from torch_backend.replicas import Replicas
 from torch_backend.sums import Folding, Sums
 
 # -- sums
@@ -133,7 +131,9 @@ def finish(window: Accumulation, tallies: Sequence[Tally], donate: bool) -> list
             if is_divided and is_same and not pure:
                 groups.setdefault(total, []).append(index)
             else:
-                finished[index] = fold.result(reduced, tally)
+                own = partial(arrays.owned, others=parts_of(reduced))
+                result = fold.normalize(reduced, tally)
+                finished[index] = pytree.tree_map_only(torch.Tensor, own, result)
         for total, group in groups.items():
             quotients: Any = [finished[index] for index in group]
             if not total:  # nothing was folded, or nothing that counts
@@ -206,28 +206,15 @@ def check_gradients(leaves: Sequence[Array], window: Accumulation) -> None:
     # Nothing can be seen: a tensor does not say whether other processes have it, too.
 
 
-def telling(across: Any, memory: Memory) -> AbstractContextManager[object]:
-    """The context of a call that ends a window, in which other processes are told of an error."""
-    if not are_processes(across):
-        return nullcontext()
-    begin = lambda: nullcontext(Reduction(memory, replicas_of(across)))
-    context: AbstractContextManager[object] = untraced(telling_windows)([(memory, begin)])
-    return context
-
-
 def merged(window: Accumulation, memory: Memory, updates: Array, donate: bool) -> Accumulation:
     """The window merged over its replicas, whose states have made so many `updates`; in the same
     memory if that is donated.
     """
     reduction = Reduction(memory, window.replicas)
     reduction.updates = arrays.scalar(updates)
-    if memory.failed:
-        # The others have made the last update, and this replica has not: its header says so.
-        reduction.history.finished -= 1
-        memory.failed = False
     # What merges has all weighted sums in one unit, which the host knows.
     if isinstance(arrays.scalar(window.unit), torch.Tensor) or any(
-        fold.adds == "weighted" and not fold.is_mean for fold in window.outputs.reduced_folds
+        fold.adds == "weighted" and not fold.is_mean for fold in window.outputs.reduced.values()
     ):
         window = window.in_unit(1.0)
     # The merge of a window of one call does the rest, in place: these accumulators become its sums.

@@ -66,12 +66,10 @@ class OwningGradient:
 class Memory:
     """What a backend caches from one call of a step to the next. `step` identifies the step
     across replicas, and `options` are those that have to be the same on all of them, as texts.
-    `failed`: whether what came after the last merge has raised an error here.
     """
 
     step: Step | None = None
     options: dict[str, str] = field(default_factory=dict)
-    failed: bool = False
     kept: dict[type, object] = field(default_factory=dict)
 
     def __reduce__(self) -> Any:

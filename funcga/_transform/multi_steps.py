@@ -6,7 +6,7 @@ Design note: docs/concepts/inside_multi_steps.md.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial, reduce
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from funcga._backend import Arrays, Backend
 from funcga._backend.dispatch import backend_of, load_imported
-from funcga._call import Memory
+from funcga._call import Memory, Program
 from funcga._fold import check_weight
 from funcga._fold.accumulator import Accumulation, AccumulatorState, Folding, empty
 from funcga._replicas import step_of
@@ -146,20 +146,12 @@ class MultiSteps(Transform):
             >>> updates, state = tx.flush(state, params)
         """
         update = self.update
-        with update.telling():
+        with update.program.telling():
             _check_extra(extra)
             backend = backend_of_state(state)
             if params is not None:
                 params, _ = update.opened(state, backend).matched(params, "params")
-            offered = backend.arrays.scalar(state.offered)
-            # Inside of jit only the program knows it; with replicas the others may have something.
-            is_known = not backend.arrays.is_array(offered)
-            if is_known and not offered and update.across is None:
-                raise FuncgaError(
-                    "the window is empty: nothing was accumulated since the last update, so there "
-                    "is nothing to flush. After the last window ask first: if state.offered > 0."
-                )
-            has_any = is_known or offered > 0
+            has_any = backend.arrays.scalar(state.offered > 0)  # inside of jit an array
             step = Step(update.tx, backend, update.donate)
             return update.end(step, step.owned, has_any, state, params, extra)
 
@@ -233,7 +225,7 @@ class MultiSteps(Transform):
     @property
     def across(self) -> Any:
         """The replicas that an update merges over, as they were given."""
-        return self.update.across
+        return self.update.program.across
 
 
 def multi_steps(
@@ -312,6 +304,7 @@ def multi_steps(
     """
     read = wrapped_transform(tx)
     memory = Memory(None if across is None else step_of(read.update))
+    program = Program(read.update, fold, across=across, memory=memory)
     folding, traits, skip = Folding(fold, "params"), traits_of(read), None
     if observe is not None:
         observed = load("observe.updates", "observe=").ObservedFolding
@@ -319,7 +312,7 @@ def multi_steps(
         memory.options = {**memory.options, **folding.options}
     if (drop, drop_if) != (None, None):
         skip = load("dropping", "drop=").dropping_updates(drop, drop_if, traits.scales, memory)
-    update = MultiStepsUpdate(read, check_size(n), folding, skip, across, donate, traits, memory)
+    update = MultiStepsUpdate(read, check_size(n), folding, skip, program, donate, traits)
     # In the type that the library's combinators take, such as optax.chain.
     transform = MultiSteps(update.init, update)
     for library in libraries():
@@ -335,10 +328,9 @@ class MultiStepsUpdate(UpdateFunction):
     n: WindowSize
     folding: Folding
     skip: Any  # of the tool that leaves micro-batches out: which ones, and what becomes of a window
-    across: Any
+    program: Program  # what replicas merge
     donate: bool
     inner: Traits  # of the wrapped transform
-    memory: Memory  # for merges over replicas
 
     @property
     def traits(self) -> Traits:
@@ -359,7 +351,7 @@ class MultiStepsUpdate(UpdateFunction):
                     "gradients are to become one gradient. Fold them with funcga.mean(), "
                     "funcga.per_weight() or funcga.sum()."
                 )
-        window = nothing._replace(replicas=self.replicas(backend)).packed(is_empty=True)
+        window = nothing._replace(replicas=self.program.replicas(backend)).packed(is_empty=True)
         counts, dropped = (zero(), zero(), arrays.as_array(False)), Dropped(zero(), zero())
         return MultiStepsState(self.tx.init(wide), window, *counts, dropped, observed)
 
@@ -380,8 +372,9 @@ class MultiStepsUpdate(UpdateFunction):
         extra, owned, backend = {**extra}, owned or self.donate, backend_of_state(state)
         weight, arrays, n = extra.pop("weight", 1), backend.arrays, self.n
         full = state.offered + 1 >= n if type(n) is int else self._is_last(state, arrays)
-        tells = self.across is not None and arrays.scalar(full) is True
-        with self.telling() if tells else nullcontext():
+        may_end = arrays.scalar(full) is True or hasattr(n, "is_full")
+        tells = may_end and self.program.across is not None
+        with self.program.telling() if tells else nullcontext():
             if extra:
                 _check_extra(extra)
             before = self.opened(state, backend)
@@ -446,7 +439,7 @@ class MultiStepsUpdate(UpdateFunction):
         self,
         step: Step,
         spent: bool,
-        has_any: bool | Array,
+        keep: bool | Array,
         state: MultiStepsState,
         params: Tree,
         extra: dict[str, Any],
@@ -454,30 +447,31 @@ class MultiStepsUpdate(UpdateFunction):
         """(result, state): a step of the wrapped transform with the merged windows of all
         replicas; the window is then empty.
 
-        spent: whether the accumulators may be written to. has_any: whether the window has a
+        spent: whether the accumulators may be written to. keep: whether the window has a
         micro-batch.
         """
         backend, folding = step.backend, self.folding
         arrays, states = backend.arrays, backend.states
         window = self.opened(state, backend)
         # Merged first, as only the whole window shows whether there is an update.
-        merged, keep, dropped = window, has_any, state.dropped
+        merged, dropped = window, state.dropped
         if window.replicas is not None:
-            merged, spent = states.merged(window, self.memory, state.updates, spent), True
-            _check_not_empty(merged, arrays)
+            merged, spent = states.merged(window, self.program.memory, state.updates, spent), True
+            if keep is not True:
+                keep = arrays.scalar(merged.tally.steps + merged.rejected > 0)
+        if keep is False:
+            raise FuncgaError(
+                "the window is empty: nothing was accumulated since the last update, on any "
+                "replica, so there is nothing to flush. After the last window ask first: if "
+                "state.offered > 0. Over replicas flush once for each window that one of them has "
+                "a micro-batch of."
+            )
         if self.skip is not None:
             steps, rejected = arrays.scalar(merged.tally.steps), merged.rejected
             keep, dropped = self.skip.at_the_end(dropped, steps, rejected, arrays)
         finished = merged.finished(spent, "grads")
-        # In the dtypes in which the wrapped transform sees the params.
-        gradients, outputs = [*finished], merged.outputs
-        param_leaves = [] if params is None else window.matched(params, "params")[1]
-        for index, param in enumerate(param_leaves, folding.before):
-            fold, dtype = outputs.folds[index], getattr(param, "dtype", None)
-            if fold is None or dtype in (None, fold.result_dtype) or fold.fold.normalizer.dtype:
-                continue
-            gradients[index] = arrays.cast(gradients[index], arrays.accumulator_dtype(dtype))
-        value = backend.trees.unflatten(outputs.structure, gradients)
+        outputs = merged.outputs
+        value = backend.trees.unflatten(outputs.structure, finished)
         if self.inner.takes_weight:
             extra = {**extra, "weight": merged.total}
         observed = state.observed
@@ -487,7 +481,6 @@ class MultiStepsUpdate(UpdateFunction):
             given = value, extra
             result, inner, updated = step.when(keep, step.run, state.inner, params, given, value)
         except Exception:
-            self.memory.failed = True  # other replicas may have made this update
             if step.owned and merged is window:
                 merged.restore(finished)
             raise
@@ -504,7 +497,7 @@ class MultiStepsUpdate(UpdateFunction):
     def opened(self, state: MultiStepsState, backend: Backend) -> Accumulation:
         """The window of a state, of this replica."""
         window = state.window
-        replicas = None if self.across is None else self.replicas(backend)
+        replicas = None if self.program.across is None else self.program.replicas(backend)
         # Without replicas the window is whole.
         if replicas is None and isinstance(window.part, tuple):
             return self.folding.opened(window, backend)
@@ -515,19 +508,6 @@ class MultiStepsUpdate(UpdateFunction):
             whole = self.folding.opened(window, backend)
             parts = [empty(whole.outputs, backend.states.emptied(whole))]
         return reduce(Accumulation.merge, parts)._replace(replicas=replicas)
-
-    def telling(self) -> AbstractContextManager[object]:
-        """The context of a call that ends a window, in which other processes, which wait for its
-        merge, are told of an error.
-        """
-        stack = ExitStack()
-        for backend in load_imported() if self.across is not None else ():
-            stack.enter_context(backend.states.telling(self.across, self.memory))
-        return stack
-
-    def replicas(self, backend: Backend) -> Any:
-        """The replicas of `across=`, if it was given."""
-        return None if self.across is None else backend.replicas.replicas_of(self.across)
 
 
 # -- params
@@ -542,17 +522,6 @@ def with_others(after: Tree, params: Tree, backend: Backend) -> Tree:
 
 
 # -- what is refused
-
-
-def _check_not_empty(merged: Accumulation, arrays: Arrays) -> None:
-    """Raises FuncgaError, on all replicas, if the host sees that none has added anything."""
-    count = arrays.scalar(merged.tally.steps + merged.rejected)
-    if not arrays.is_array(count) and count == 0:
-        raise FuncgaError(
-            "the window is empty on every replica: none has accumulated anything since the last "
-            "update, so there is nothing to flush. Flush once for each window that some replica "
-            "has a micro-batch of: one that has none adds nothing."
-        )
 
 
 def _check_extra(extra: dict[str, Any]) -> None:

@@ -408,9 +408,9 @@ def some_without(group, drop, observe):
 def test_a_rank_that_has_nothing_takes_part_in_a_flush(drop, observe):
     for found, updates in processes().run(some_without, drop, observe, size=2):
         assert found.pop(1) == (
-            "the window is empty on every replica: none has accumulated anything since the last update, so there is "
-            "nothing to flush. Flush once for each window that some replica has a micro-batch of: one that has none "
-            "adds nothing."
+            "the window is empty: nothing was accumulated since the last update, on any replica, so there is nothing to "
+            "flush. After the last window ask first: if state.offered > 0. Over replicas flush once for each window that "
+            "one of them has a micro-batch of."
         )
         assert updates == 3
         for each, rows in zip(found, ([2, 3], [8, 9], [12, 13, 14, 15]), strict=True):

@@ -136,7 +136,7 @@ def gather(sums: Sums, agreement: Agreement, replicas: Replicas) -> Callable[[],
     """
     outputs, device, channel = sums.folding.outputs, agreement.device, replicas.channel
     values = [sums.of[leaf] for leaf in agreement.gathered]
-    for leaf, fold in zip(outputs.collected, outputs.collected_folds, strict=True):
+    for leaf, fold in outputs.collected.items():
         axis = fold.axis or 0
         no_rows = agreement.likes[leaf].narrow(axis, 0, 0)  # where nothing was folded
         values.append(torch.cat([no_rows, *sums.collected[leaf]], dim=axis))

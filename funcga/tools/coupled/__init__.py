@@ -248,9 +248,7 @@ class Summaries(NamedTuple):
         outputs, cast = self.outputs, self.outputs.backend.arrays.cast
         found = {index: c for index, c in of_variables.items() if c is not None}
         # A normalizer that divides is its own derivative.
-        for index, fold, tally in zip(
-            outputs.reduced, outputs.reduced_folds, self.tallies, strict=True
-        ):
+        for (index, fold), tally in zip(outputs.reduced.items(), self.tallies, strict=True):
             if index in found:
                 wide = replace(fold, result_dtype=fold.accumulator_dtype)
                 found[index] = wide.normalize(cast(found[index], fold.accumulator_dtype), tally)
@@ -275,9 +273,7 @@ class Cotangents(NamedTuple):
         """
         outputs, leaves = self.outputs, self.outputs.in_order(output)
         parts = {index: leaves[index] for index in self.of}
-        for index, fold, weight in zip(
-            outputs.reduced, outputs.reduced_folds, weights, strict=True
-        ):
+        for (index, fold), weight in zip(outputs.reduced.items(), weights, strict=True):
             if index in parts:
                 parts[index] = fold.lift(parts[index], weight)
         return parts
@@ -292,7 +288,7 @@ class Cotangents(NamedTuple):
         the collected leaf at this position.
         """
         cotangents = dict(self.of)
-        collected = zip(self.outputs.collected, self.outputs.collected_folds, strict=True)
+        collected = self.outputs.collected.items()
         for position, (index, fold) in enumerate(collected):
             if index in parts:
                 axis = fold.axis or 0

@@ -53,7 +53,7 @@ class _Step:
         first = job.first()
         outputs, folded, spread = fold_batch(first, backend, spread, args, kwargs)
         tallies = tallies_of(outputs, folded.total, folded.unit)
-        triples = zip(outputs.reduced_folds, folded.reduced, tallies, strict=True)
+        triples = zip(outputs.reduced.values(), folded.reduced, tallies, strict=True)
         reduced = [fold.normalize(leaf, tally) for fold, leaf, tally in triples]
         value = outputs.join(reduced, folded.collected, folded.state)
         summaries = Summaries(outputs, outputs.in_order(value), tallies)
@@ -123,7 +123,7 @@ class _PulledBack:
         if not isinstance(weight, int | float):
             weight = arrays.tally(weight).total
         # In the unit that the tallies of means are in.
-        weights = [weight / self.unit if f.is_mean else weight for f in outputs.reduced_folds]
+        weights = [weight / self.unit if f.is_mean else weight for f in outputs.reduced.values()]
 
         def parts_of(*params: Tree) -> tuple[dict[int, Tree], Tree]:
             replaced = dict(zip(self.arg_indices, params, strict=True))

@@ -265,7 +265,7 @@ class _FirstPass(Called):
     def _merged(self, sums: Sums) -> Summaries:
         """The summaries of all micro-batches, on all replicas."""
         outputs = sums.folding.outputs
-        leaves = [*zip(outputs.collected, outputs.collected_folds, strict=True)]
+        leaves = [*outputs.collected.items()]
         self.starts = [0 for _ in leaves]
         for reduction in self.reductions:
             reduction.merge()

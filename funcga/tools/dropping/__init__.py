@@ -154,7 +154,7 @@ class DroppingUpdates(Dropping):
         self, grads: Tree, leaves: Sequence[Array], weight: Scalar, outputs: Outputs
     ) -> bool | Array:
         """Whether gradients are folded: a bool, or a 0-d array that the host does not see."""
-        are_weighted = all(map(_is_linear, outputs.of_value.reduced_folds))
+        are_weighted = all(map(_is_linear, outputs.of_value.reduced.values()))
         return self.is_kept(grads, leaves, weight, are_weighted, outputs.backend)
 
     def left_out(

@@ -43,7 +43,7 @@ def folding(outputs: Outputs, traced: Traced, readings: Any) -> Callable[..., Le
     program, (value, tally_type) = traced.program, traced.types
     elementwise = {
         leaf_index
-        for leaf_index, fold in zip(outputs.reduced, outputs.reduced_folds, strict=True)
+        for leaf_index, fold in outputs.reduced.items()
         if fold.fold.reducer.elementwise
         # A reducer may treat a leaf without axes, as a row would be here, in another way.
         and (not fold.fold.reducer.per_element or len(program.out_avals[leaf_index].shape) > 1)
