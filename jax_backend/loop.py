@@ -68,9 +68,9 @@ def accumulated(
 
 def begin(program: Program, backend: Backend, spread: Spread, args: Args, kwargs: Kwargs) -> Kwargs:
     """The keyword arguments of grad_fn, once the prologue of the program has run."""
-    fold = lambda program, args: accumulated(program, backend, spread, args, {})[0]
-    named: Kwargs = program.prologue(program, backend, fold, args, kwargs)
-    return named
+    first = program.prologue.program(program, backend)
+    result, _ = accumulated(first, backend, spread, args, {})
+    return dict(**kwargs, **{program.prologue.name: result})
 
 
 def fold_batch(
