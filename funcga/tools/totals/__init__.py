@@ -90,13 +90,17 @@ class Totals:
     ) -> tuple[dict[str, Tree], Iterator[Any]]:
         """(the keyword arguments with the totals of a stream, its micro-batches `again`)."""
         first, second = counter(), counter()
-        numbered = lambda items, numbers: map(lambda item, _: item, items, numbers)
         fold = backend.loop.stream(self.program(program, backend), backend)
-        totals = fold(leading, numbered(items, first), {})
+        totals = fold(leading, _numbered(items, first), {})
         if program.device is not None:
             ((totals,),) = backend.loop.moved(iter([(totals,)]), program.device)
-        items = chain(numbered(again(), second), _check_same(next(first), second))
+        items = chain(_numbered(again(), second), _check_same(next(first), second))
         return dict(**kwargs, totals=totals), items
+
+
+def _numbered(items: Iterator[Any], numbers: Iterator[int]) -> Iterator[Any]:
+    """The items, each of which takes one of the numbers. No reference to one stays here."""
+    return map(lambda item, _: item, items, numbers)
 
 
 def _check_same(counted: int, numbers: Iterator[int]) -> Iterator[Any]:
