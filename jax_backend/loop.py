@@ -272,7 +272,8 @@ class Step:
             found = outputs.leaves(value, "a later micro-batch"), weigh(*weight), {}
         leaves, weighed, in_place = found
         if self.readings is not None:
-            leaves = self.readings.leaves_in_place(leaves, weighed.into[0].weight, in_place)
+            weight = weighed.into[0].weight
+            leaves[: outputs.before] = self.readings.leaves_for(leaves, weight, in_place)
         for leaf_index, addend in weighed.into.items():
             if leaf_index not in in_place:
                 leaves[leaf_index] = addend.combine(addend.accumulator, leaves[leaf_index])

@@ -198,7 +198,7 @@ class Program:
         else:
             # The value is bound alone first, so that errors name leaves of grad_fn's own output.
             bind_outputs(self.fold, value[1], backend, carried=carried)
-            folds = self.watch.folds
+            folds = self.watch.readings(self, value[1], arguments).folds
             outputs, leaves = bind_outputs((folds, self.fold), value, backend, carried=carried)
             outputs = replace(outputs, before=len(folds))
         return outputs, leaves
