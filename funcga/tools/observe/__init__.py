@@ -63,7 +63,8 @@ class Observers:
 
     def of_window(self, loss: Array, *call: Any) -> Any:
         """What measures the gradients of a window of torch; `call` is as for `readings`."""
-        return load("observe.in_torch", "observe=").Observing(self.readings(*call), loss)
+        readings = self.readings(*call)
+        return readings.tool.Observing(readings, loss)
 
     def observed(
         self,
@@ -100,9 +101,10 @@ def _mapped(function: Callable[[Observer], Tree], tree: Tree) -> Tree:
 class Readings:
     """How outputs of grad_fn like a value are measured.
 
-    Of the leaves of (measures, output) the first `count` are measures: one number, which is folded
-    as a gradient of ones is, and then [groups] for each observer. Those at `indices` are the
-    gradient, which has numbers of this `dtype`, or narrower ones.
+    The measures of a micro-batch are one number, which is folded as a gradient of ones is, and
+    [groups] for each observer, by these `folds`. The gradient is at `indices` among the leaves of
+    (measures, output). `groups` has the places there of each group's leaves, and `dtype` is that
+    of measures.
     """
 
     def __init__(
@@ -115,6 +117,7 @@ class Readings:
     ):
         """`gradient_in` returns the part of a value that is the gradient."""
         self.observers, self.tree, self.backend = observers.all, observers.tree, backend
+        self.tool = load(f"observe.in_{backend.name}", "observe=")
         self.arrays, xp = backend.arrays, backend.arrays.xp
         leaves, structure = backend.trees.flatten(value)
         gradient = gradient_in(backend.trees.unflatten(structure, [*range(len(leaves))]))
@@ -128,8 +131,7 @@ class Readings:
         of_ones = _fold_of_ones([folds[index].value for index in indices])
         self.is_weighted = of_ones.reducer.linear
         self.folds = of_ones, *[observer.fold for observer in self.observers]
-        self.count = len(self.folds)
-        self.indices = [self.count + index for index in indices]
+        self.indices = [len(self.folds) + index for index in indices]
         self.groups = [_groups(observer, paths) for observer in self.observers]
         is_double = any(leaves[i].dtype in (xp.float64, xp.complex128) for i in indices)
         self.dtype = xp.float64 if is_double else xp.float32
@@ -184,22 +186,17 @@ class Readings:
             vectors = [vector / scale**observer.degree for vector, observer in pairs]
         return [one, *vectors]
 
-    def rows(self, leaves: Sequence[Array]) -> Sequence[Array]:
-        """The measures of arrays, as those of `row`."""
-        if self.backend.name == "torch":
-            return load("observe.in_torch", "observe=").rows(self, leaves)  # type: ignore[no-any-return]
-        return [*map(self.row, leaves)]
-
     def _vectors(self, leaves: Any, known: Mapping[int, Array]) -> list[Array]:
         """The measures of each observer's groups, [groups], of such leaves."""
         xp, vectors = self.arrays.xp, list[Array]()
         others = [index for index in self.indices if index not in known]
-        new = dict(zip(others, self.rows([leaves[index] for index in others]), strict=True))
-        rows = [new[index] if index in new else known[index] for index in self.indices]
-        measures = xp.stack(rows).reshape(len(rows), -1)
+        new = self.tool.rows(self, [leaves[index] for index in others])
+        rows = {**known, **dict(zip(others, new, strict=True))}
+        measures = xp.stack([rows[index] for index in self.indices])
+        measures = measures.reshape(len(self.indices), -1)
         for observer, groups in zip(self.observers, self.groups, strict=True):
             column = measures[:, self.measures.index(observer.measure)]
-            if [*map(len, groups.values())] == [len(rows)]:
+            if [*map(len, groups.values())] == [len(self.indices)]:
                 vectors.append(column.sum()[None])
             else:
                 numbers = [*column]
@@ -319,7 +316,7 @@ class ObservedFolding(Folding):
     ) -> tuple[Outputs, list[Array]]:
         """The Outputs for values like this one, and its leaves, with zeros for the measures."""
         grads, is_array = value[1], backend.arrays.is_array
-        readings = Readings(self.observers, self.of_gradients, grads, lambda all: all, backend)
+        readings = Readings(self.observers, self.of_gradients, grads, lambda value: value, backend)
         self.readings, self.fold = readings, (readings.folds, self.of_gradients)
         leaves = filter(is_array, backend.trees.flatten(grads)[0])
         measures = readings.placeholders(next(leaves, backend.arrays.as_array(0.0)))
@@ -331,7 +328,7 @@ class ObservedFolding(Folding):
         """
         window, _ = super().empty((None, params), backend)
         observe = lambda: self.readings.observation(*window.outputs.structure_of(window.finished()))
-        return window, load(f"observe.in_{backend.name}", "observe=").unknown(observe)
+        return window, self.readings.tool.unknown(observe)
 
     def folded(self, leaves: list[Array], weight: Scalar) -> list[Array]:
         """The leaves that are folded of a micro-batch with these leaves of its gradients."""

@@ -23,20 +23,19 @@ def rows(readings: Readings, leaves: Sequence[torch.Tensor]) -> list[torch.Tenso
     is_plain = leaves and not arrays.in_transform() and not any(map(is_dtensor, leaves))
     if not (readings.are_norms and is_plain):
         return measured(readings.row, [*map(arrays.strided, leaves)])
-    norms = torch._foreach_norm([*map(_real, leaves)], 2, dtype=readings.dtype)
+    real = [_real(arrays.strided(leaf), readings.dtype) for leaf in leaves]
+    norms = torch._foreach_norm(real, 2, dtype=readings.dtype)
     squares = torch._foreach_mul(norms, norms)
     return [square.to(leaves[0].device) for square in squares]
 
 
-def _real(leaf: torch.Tensor) -> torch.Tensor:
+def _real(leaf: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Real numbers that have the norm of an array, without a copy of it."""
-    leaf = arrays.strided(leaf)
     if leaf.is_complex():
         leaf = torch.view_as_real(leaf.resolve_conj())
     if leaf.is_cpu and leaf.numel() > _LONG and leaf.ndim > 1:
         # Row by row: rounding errors of long sums in float32 add up on the host.
-        wide = None if leaf.dtype.itemsize >= 4 else torch.float32
-        leaf = torch.linalg.vector_norm(leaf, dim=tuple(range(1, leaf.ndim)), dtype=wide)
+        leaf = torch.linalg.vector_norm(leaf, dim=tuple(range(1, leaf.ndim)), dtype=dtype)
     return leaf
 
 
@@ -51,11 +50,10 @@ class Observing:
     def __init__(self, readings: Readings, like: torch.Tensor):
         """`like`: a loss. Its device is that of the measures."""
         self.readings, self.before = readings, readings.placeholders(like)
-        # In place of a gradient that does not come.
-        self.nothing = torch.zeros(0, dtype=readings.dtype, device=like.device)
-        # What each leaf got in the last pass: its gradient if that is short, else the measures.
-        self.waiting: dict[int, list[torch.Tensor]] = {}
-        self.measured: dict[int, list[torch.Tensor]] = {}
+        self.nothing = self.before[0][:0]  # in place of a gradient that does not come
+        # What each leaf got in the last pass: its gradient, or the measures of a long one.
+        self.arrived: dict[int, list[torch.Tensor]] = {}
+        self.long = set[int]()
         self.hooks: list[Any] = []
 
     def begin(self, leaves: Mapping[int, torch.Tensor]) -> None:
@@ -63,16 +61,15 @@ class Observing:
         window; the gradients of all others are measured as values.
         """
         for index in leaves.keys() & {*self.readings.indices}:
-            leaf, arrived = leaves[index], list[torch.Tensor]()
-            if leaf.numel() <= _SHORT and leaf.device == self.nothing.device:
-                self.waiting[index] = arrived
-                hook: Callable[[torch.Tensor], None] = arrived.append  # the cheapest one
-            else:
-                self.measured[index], hook = arrived, partial(self._measure, arrived)
+            leaf, arrived = leaves[index], self.arrived.setdefault(index, [])
+            hook: Callable[[torch.Tensor], None] = arrived.append  # the cheapest one
+            if leaf.numel() > _SHORT or leaf.device != self.nothing.device:
+                self.long.add(index)
+                hook = partial(self._measure, arrived)
             self.hooks.append((leaf, leaf.register_hook(hook)))  # type: ignore[no-untyped-call]
 
     def _measure(self, arrived: list[torch.Tensor], gradient: torch.Tensor) -> None:
-        (row,) = self.readings.rows([gradient])
+        (row,) = rows(self.readings, [gradient])
         arrived.append(row.to(self.nothing.device))
 
     @torch.no_grad()
@@ -82,23 +79,22 @@ class Observing:
         """The measures of the last micro-batch, whose gradients came times `seed`, by leaf.
         `values` are the leaves of the output that autograd has not added.
         """
-        arrived = {**self.waiting, **self.measured}
-        if max(map(len, arrived.values()), default=0) > 1:
+        if max(map(len, self.arrived.values()), default=0) > 1:
             raise FuncgaError(
                 "observe= was given, and a parameter gets its gradient in several pieces, of which "
                 "none has the norm of the gradient, as reentrant checkpoints make it. Use "
                 "use_reentrant=False."
             )
-        known = {index: row for index, rows in self.measured.items() for row in rows}
-        short = {index: leaf for index, leaves in self.waiting.items() for leaf in leaves}
-        leaves = {**values, **dict.fromkeys(arrived, self.nothing), **short}
+        arrived = {index: each[0] for index, each in self.arrived.items() if each}
+        known = {index: arrived.pop(index) for index in self.long & arrived.keys()}
+        leaves = {**values, **dict.fromkeys(self.arrived, self.nothing), **arrived}
         self.forget()
         # A pass without a weight measures nothing, and the micro-batch counts for nothing.
         return dict(enumerate(self.readings.leaves_for(leaves, weight, known, seed or 1.0)))
 
     def forget(self) -> None:
         """Takes back what the last pass has measured."""
-        for arrived in (*self.waiting.values(), *self.measured.values()):
+        for arrived in self.arrived.values():
             arrived.clear()
 
     def end(self) -> None:
