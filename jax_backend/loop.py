@@ -68,9 +68,9 @@ def accumulated(
 
 def begin(program: Program, backend: Backend, spread: Spread, args: Args, kwargs: Kwargs) -> Kwargs:
     """The keyword arguments of grad_fn, once the prologue of the program has run."""
-    first = program.prologue.program(program, backend)
-    result, _ = accumulated(first, backend, spread, args, {})
-    return dict(**kwargs, **{program.prologue.name: result})
+    first = program.prologue
+    result, _ = accumulated(first.program(program, backend), backend, spread, args, {})
+    return dict(**kwargs, **{first.name: result})
 
 
 def fold_batch(
@@ -272,8 +272,10 @@ class Step:
             found = outputs.leaves(value, "a later micro-batch"), weigh(*weight), {}
         leaves, weighed, in_place = found
         if self.readings is not None:
-            weight = weighed.into[0].weight
-            leaves[: outputs.before] = self.readings.leaves_for(leaves, weight, in_place)
+            # The weight of a mean is in its unit, but of that only whether it is 0 counts.
+            leaves[: outputs.before] = self.readings.leaves_for(
+                leaves, weighed.into[0].weight, in_place
+            )
         for leaf_index, addend in weighed.into.items():
             if leaf_index not in in_place:
                 leaves[leaf_index] = addend.combine(addend.accumulator, leaves[leaf_index])

@@ -42,12 +42,11 @@ def _new_folding(window: Any, loss: torch.Tensor, aux: Tree) -> Folding:
     arguments, gradient = window.arguments, window.gradient
     indices, grads = window.plan.indices, trees_of(window)
     aux = trees.detached(aux, True)
-    value = window.composed(loss, aux, grads)
     if program.watch is not None:
-        window.watching = program.watch.of_window(loss, program, value, arguments)
-        window.callback(window.watching.end)
-        value = window.watching.before, value
-    outputs, leaves = program.bind(value, arguments)
+        readings = program.watch.readings(program, gradient.compose(loss, aux, grads), arguments)
+        gradient = window.gradient = window.watching = readings.of_gradient(gradient, loss)
+        window.callback(gradient.end)
+    outputs, leaves = program.bind(gradient.compose(loss, aux, grads), arguments)
     for index, tree in zip(indices, grads, strict=True):
         check_dense(tree, index, gradient)
     # The gradients follow the value, argument by argument. Without a value they come first.
@@ -63,8 +62,8 @@ def _new_folding(window: Any, loss: torch.Tensor, aux: Tree) -> Folding:
 
     of_inputs = present(window.plan.whole)
     if program.watch is not None:
-        window.watching.begin(dict(zip(of_inputs, window.arriving, strict=True)))
-    rest = window.composed(loss, aux, [() for _ in indices])
+        gradient.begin(dict(zip(of_inputs, window.arriving, strict=True)))
+    rest = gradient.compose(loss, aux, [() for _ in indices])
     folding = Folding(
         outputs,
         grads=of_inputs,

@@ -58,7 +58,7 @@ class Distributed(Window):
             # Collectives of the loss add cotangents of several replicas, which have to be in one
             # unit.
             sums.unit, sums.unit_is_fixed = 1.0, True
-        like = self.composed(loss, trees.detached(aux, True), bound.trees_of(self))
+        like = self.gradient.compose(loss, trees.detached(aux, True), bound.trees_of(self))
         self.merge.propose(sums, trees.flatten(like)[0])
         return sums
 

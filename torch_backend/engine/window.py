@@ -398,18 +398,13 @@ class Window(ExitStack):
     ) -> dict[int, Any]:
         """What stands beside the gradients that autograd adds, by leaf."""
         assert self.sums is not None
-        folding, grads = self.sums.folding, [() for _ in self.plan.indices]
-        value = self.composed(loss, trees.detached(aux, True), grads)
+        folding, gradient = self.sums.folding, self.gradient
+        value = gradient.compose(loss, trees.detached(aux, True), [() for _ in self.plan.indices])
         assert folding.rest_outputs is not None
         beside = folding.rest_outputs.leaves(value, f"micro-batch {self.sums.number}")
         moved = zip(folding.moved, gradients_in(moving), strict=True)
         passed, self.passed = self.passed, {}
         return {**dict(zip(folding.beside, beside, strict=True)), **dict(moved), **passed}
-
-    def composed(self, loss: torch.Tensor, aux: Tree, grads: Sequence[Tree]) -> Tree:
-        """What is folded of a loss: the output, with what is measured before it."""
-        value = self.gradient.compose(loss, aux, grads)
-        return value if self.watching is None else (self.watching.before, value)
 
     def _with_leaves_of(
         self, args: tuple[Tree, ...]

@@ -365,8 +365,6 @@ class WrappedWindow(Window):
                 loss, aux, objective = self.forward(args, kwargs)
                 self.sums = self.sums or self._bind(loss, aux)
                 self.backward(objective, 0.0)
-            if self.watching is not None:
-                self.watching.forget()
             put_back(before)
 
     def result_without_microbatches(

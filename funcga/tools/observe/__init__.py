@@ -61,11 +61,6 @@ class Observers:
             self.key = key
         return self.last
 
-    def of_window(self, loss: Array, *call: Any) -> Any:
-        """What measures the gradients of a window of torch; `call` is as for `readings`."""
-        readings = self.readings(*call)
-        return readings.tool.Observing(readings, loss)
-
     def observed(
         self,
         program: Program,
@@ -138,6 +133,10 @@ class Readings:
         # The measures of a leaf, each computed once for all observers.
         self.measures = [*dict.fromkeys(observer.measure for observer in self.observers)]
         self.are_norms = self.measures == [squared_norm]
+
+    def of_gradient(self, *window: Any) -> Any:
+        """A gradient function of torch, observed in a window."""
+        return self.tool.ObservedGradient(self, *window)
 
     def placeholders(self, like: Array) -> Tree:
         """Zeros in place of measures, on the device of `like`."""

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from funcga._types import Scalar, Tree
+from funcga._grad import GradientFunction
+from funcga._types import Array, Scalar, Tree
 from funcga.errors import FuncgaError
 from funcga.tools.finite.in_torch import measured
 from funcga.tools.observe import Readings
@@ -39,22 +40,29 @@ def _real(leaf: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return leaf
 
 
-class Observing:
-    """Hooks on the leaves of a window, each of which measures the gradient that comes to its leaf.
+class ObservedGradient:
+    """A gradient function whose output begins with measures of the gradient, for one window.
 
-    A hook on a tensor sees its whole gradient before autograd adds it to anything, times the
-    cotangent of the pass. Short gradients, which are many, wait for the end of the pass, to be
-    measured all at once.
+    Hooks on the leaves of the window measure the gradients that come to them. A hook on a tensor
+    sees its whole gradient before autograd adds it to anything, times the cotangent of the pass.
+    Short gradients, which are many, wait for the end of the pass, to be measured all at once.
     """
 
-    def __init__(self, readings: Readings, like: torch.Tensor):
-        """`like`: a loss. Its device is that of the measures."""
-        self.readings, self.before = readings, readings.placeholders(like)
+    def __init__(self, readings: Readings, inner: GradientFunction, loss: torch.Tensor):
+        """`loss`: its device is that of the measures."""
+        self.readings, self.inner, self.before = readings, inner, readings.placeholders(loss)
         self.nothing = self.before[0][:0]  # in place of a gradient that does not come
         # What each leaf got in the last pass: its gradient, or the measures of a long one.
         self.arrived: dict[int, list[torch.Tensor]] = {}
         self.long = set[int]()
         self.hooks: list[Any] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def compose(self, loss: Array, aux: Tree, grads: Sequence[Tree]) -> Tree:
+        """Zeros in place of measures, and what the gradient function returns."""
+        return self.before, self.inner.compose(loss, aux, grads)
 
     def begin(self, leaves: Mapping[int, torch.Tensor]) -> None:
         """Measures what comes to those of these leaves that are observed. They last as long as the
@@ -88,14 +96,10 @@ class Observing:
         arrived = {index: each[0] for index, each in self.arrived.items() if each}
         known = {index: arrived.pop(index) for index in self.long & arrived.keys()}
         leaves = {**values, **dict.fromkeys(self.arrived, self.nothing), **arrived}
-        self.forget()
+        for each in self.arrived.values():
+            each.clear()
         # A pass without a weight measures nothing, and the micro-batch counts for nothing.
         return dict(enumerate(self.readings.leaves_for(leaves, weight, known, seed or 1.0)))
-
-    def forget(self) -> None:
-        """Takes back what the last pass has measured."""
-        for arrived in self.arrived.values():
-            arrived.clear()
 
     def end(self) -> None:
         """Takes the hooks off: the leaves may be the parameters of a module."""
