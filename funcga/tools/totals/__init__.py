@@ -14,7 +14,7 @@ from typing import Any
 
 from funcga import monoids, reducers
 from funcga._accumulate import TotalsFn
-from funcga._backend import Backend
+from funcga._backend import Arrays, Backend
 from funcga._call import Memory, Program, owner_of
 from funcga._call.arguments import CARRY, read_arguments
 from funcga._call.supported import MODULE
@@ -119,16 +119,24 @@ def _count(totals: TotalsFn, in_axes: Tree, backend: Backend, *args: Tree) -> Tr
     """The totals of one micro-batch, 0-d arrays in types in which sums of them are exact."""
     arrays, arguments = backend.arrays, read_arguments(args, in_axes, totals, backend)
     leaves, structure = backend.trees.flatten(totals(*arguments.split_args(args)))
-    like, counts = next(filter(arrays.is_array, leaves), None), list[Array]()
-    for leaf in leaves:
-        total = arrays.as_array(leaf)
-        # Narrow integers would overflow, and sums of 16-bit floats stop at 256 or 2,048.
-        total = arrays.cast(total, arrays.accumulator_dtype(total.dtype)).sum()
+    like = next((_total(leaf, arrays) for leaf in filter(arrays.is_array, leaves)), None)
+    for index, leaf in enumerate(leaves):
+        leaves[index] = total = _total(leaf, arrays)
         if like is not None and not arrays.is_array(leaf):
             # A number, on the device of the arrays, so that all totals are merged together.
-            total = arrays.xp.full_like(like.sum(), leaf, dtype=total.dtype)
-        counts.append(total)
-    return backend.trees.unflatten(structure, counts)
+            leaves[index] = arrays.xp.full_like(like, leaf, dtype=total.dtype)
+    return backend.trees.unflatten(structure, leaves)
+
+
+def _total(leaf: Any, arrays: Arrays) -> Array:
+    """What a leaf counts, the sum of an array. Narrow integers would overflow, and sums of 16-bit
+    floats stop at 256 or 2,048.
+    """
+    total = arrays.as_array(leaf)
+    is_integer = arrays.kind(total.dtype) in ("bool", "int")
+    wide = arrays.as_array(0).dtype if is_integer else arrays.accumulator_dtype(total.dtype)
+    total = arrays.cast(total, wide)
+    return total.sum() if total.shape else total
 
 
 def _joined(xp: Namespace, reduced: Reduced, tally: object) -> Array:
