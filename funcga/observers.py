@@ -299,20 +299,13 @@ def averaged(noise: Tree, state: Tree, decay: float) -> tuple[Tree, Tree]:
         averages, states = ({name: pair[k] for name, pair in pairs.items()} for k in (0, 1))
         return averages, states
     xp: Any = backend_of([noise], lambda: ["noise"]).arrays.xp
-    values = [
-        noise.trace,
-        noise.norm_squared,
-        noise.trace_error**2,
-        noise.norm_squared_error**2,
-        xp.ones_like(noise.trace),
-    ]
+    variances = noise.trace_error**2, noise.norm_squared_error**2
+    values = [noise.trace, noise.norm_squared, *variances, xp.ones_like(noise.trace)]
     # NaN and infinite numbers would stay in the average for ever.
-    says = xp.isfinite(xp.stack(values)).all(0)
-    before = [xp.zeros_like(value) for value in values] if state is None else [*state]
-    powers = [1, 1, 2, 2, 1]
+    says, before = xp.isfinite(xp.stack(values)).all(0), state or map(xp.zeros_like, values)
     after = [
         xp.where(says, decay**power * old + (1 - decay) ** power * new, old)
-        for old, new, power in zip(before, values, powers, strict=True)
+        for old, new, power in zip(before, values, (1, 1, 2, 2, 1), strict=True)
     ]
     trace, norm_squared, variance, norm_variance, weight = after
     errors = xp.sqrt(variance) / weight, xp.sqrt(norm_variance) / weight

@@ -20,7 +20,7 @@ from funcga._call.arguments import Arguments
 from funcga._fold.accumulator import Accumulation, Folding
 from funcga._fold.outputs import Outputs, broadcast_folds
 from funcga._tools import load
-from funcga._types import Array, GradFn, Scalar, Tree
+from funcga._types import Array, GradFn, Scalar, Structure, Tree
 from funcga.errors import FuncgaError, listed
 from funcga.folds import Fold, FoldTree
 from funcga.observers import Observed, Observer, squared_norm
@@ -38,10 +38,10 @@ class Observers:
     gradients they observe.
     """
 
-    last: "Readings"  # set by `readings`
-
     def __init__(self, tree: Tree, grad_fn: GradFn | None = None):
-        self.tree, self.grad_fn, self.key, self.all = tree, grad_fn, None, list[Observer]()
+        self.tree, self.grad_fn, self.all = tree, grad_fn, list[Observer]()
+        # The last Readings of each structure, and the dtypes that they are for; set by `readings`.
+        self.known: dict[Structure, tuple[object, Readings]] = {}
         _mapped(self.all.append, tree)
         # Their folds, in words: replicas have to observe alike.
         self.name = ", ".join([f"an Observer of {observer.fold!r}" for observer in self.all])
@@ -50,16 +50,17 @@ class Observers:
         """The Readings of outputs like this value, which grad_fn has returned for the arguments."""
         backend = arguments.backend
         leaves, structure = backend.trees.flatten(value)
-        key: Any = backend, structure, [getattr(leaf, "dtype", None) for leaf in leaves]
-        if self.key != key:
+        dtypes = [getattr(leaf, "dtype", None) for leaf in leaves]
+        known, readings = self.known.get(structure, ((), None))
+        if known != dtypes or readings is None:
             # A gradient function of funcga says which part the gradient is. It is the one that was
             # given: the loop may have made another of it.
             gradient_in = getattr(self.grad_fn, "gradient_in", None)
             if gradient_in is None:
                 gradient_in = partial(_locate, leaves, arguments.parts[0].value, backend)
-            self.last = Readings(self, program.fold, value, gradient_in, backend)
-            self.key = key
-        return self.last
+            readings = Readings(self, program.fold, value, gradient_in, backend)
+            self.known[structure] = dtypes, readings
+        return readings
 
     def observed(
         self,
@@ -73,10 +74,12 @@ class Observers:
         the call if no micro-batch has been bound.
         """
         folded, value = result
-        if arguments is not None:
-            self.readings(program, value, arguments)
+        if arguments is None:
+            _, readings = self.known[backend.trees.flatten(value)[1]]
+        else:
+            readings = self.readings(program, value, arguments)
         scale = kwargs["loss_scale"] if getattr(self.grad_fn, "scaled", False) else 1.0
-        return value, self.last.observation(folded, value, scale)
+        return value, readings.observation(folded, value, scale)
 
 
 def _mapped(function: Callable[[Observer], Tree], tree: Tree) -> Tree:
