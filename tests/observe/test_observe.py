@@ -175,6 +175,20 @@ def test_a_loss_scale_is_divided_out(kit):
         assert difference(kit, step(params, *batch, loss_scale=scale)[1], expected) < LIMIT
 
 
+def test_gradients_of_two_structures_take_turns(kit):
+    """A window of the first may be finished again, with more micro-batches, after one of the second."""
+    loss = lambda params, x: sum(leaf.sum() * x.mean() for leaf in params.values())
+    step = funcga.stream(funcga.grad(loss), observe=funcga.gradient_norms(groups=lambda path: path))
+    ones = lambda size: kit.arrays(np.ones(size))
+    one, two, window = {"a": ones(4)}, {"b": ones(9), "c": ones(1)}, [ones(2), 2 * ones(2)]
+    for params, microbatches in ((one, window), (two, window), (one, [*window, 3 * ones(2)])):
+        _, observed = step(params, microbatches)
+        assert [*observed] == [*params]
+        for name, norms in observed.items():
+            expected = [(index + 1) * len(params[name]) ** 0.5 for index in range(len(microbatches))]
+            assert np.allclose(kit.numpy(norms.microbatches), expected, rtol=LIMIT, atol=0)
+
+
 def test_an_observer_of_ones_own_sees_every_leaf(kit):
     params, batch, loss = problem(kit)
     measure = lambda xp, leaf: abs(leaf).sum()
