@@ -253,19 +253,17 @@ def _fold_of_ones(folds: Sequence[Fold]) -> Fold:
     is one sum, which only the weight or the number of micro-batches divides.
     """
     plain = [fold.plain for fold in folds]
-    kinds = {(fold.reducer.linear, fold.normalizer.divides_by) for fold in plain}
-    identity, fold = normalizers.identity, plain[0]
-    divide = [
-        fold.normalizer.divides_by or fold.normalizer.apply is identity.apply for fold in plain
-    ]
-    if len(kinds) > 1 or not all(divide) or not all(fold.reducer.additive for fold in plain):
+    reducer, normalizer = plain[0].reducer, plain[0].normalizer
+    kinds = {(fold.reducer.lift, fold.reducer.monoid, fold.normalizer.apply) for fold in plain}
+    only_divides = normalizer.divides_by or normalizer.apply is normalizers.identity.apply
+    if len(kinds) > 1 or not (reducer.additive and only_divides):
         names = listed(sorted({f"({fold.name})" for fold in folds}))
         raise FuncgaError(
             f"observe= was given, and the leaves of the gradient are folded by {names}: what is "
             "observed is how one mean of gradients comes about. Fold all of them alike, with "
             "funcga.mean(), per_weight() or sum()."
         )
-    return Fold(replace(fold.reducer, dtype=None), replace(fold.normalizer, dtype=None))
+    return Fold(replace(reducer, dtype=None), replace(normalizer, dtype=None))
 
 
 def _locate(leaves: Sequence[Any], params: Tree, backend: Backend, numbered: Tree) -> Tree:
