@@ -14,7 +14,7 @@ from funcga._types import Across, P, R, Tree, WeightFn
 from funcga.folds import FoldTree, mean
 
 if TYPE_CHECKING:
-    from funcga.tools.observe import ObserverTree
+    from funcga.observers import ObserverTree
 
 TotalsFn = Callable[..., Tree]
 DropScope = Literal["microbatch", "window"]
@@ -205,7 +205,7 @@ def compose(
     if (drop, drop_if) != (None, None):
         program = load("dropping", "drop=").dropping(program, drop, drop_if)
     if observe is not None:
-        program = load("observe.readings", "observe=").observed(program, observe)
+        program = load("observe", "observe=").observed(program, observe)
     if totals is not None:
         program = load("totals", "totals=").counted(program, totals)
     return program

@@ -68,9 +68,9 @@ def accumulated(
 
 def begin(program: Program, backend: Backend, spread: Spread, args: Args, kwargs: Kwargs) -> Kwargs:
     """The keyword arguments of grad_fn, once the prologue of the program has run."""
-    fold = lambda program, args: accumulated(program, backend, spread, args, {})[0]
-    named: Kwargs = program.prologue(program, backend, fold, args, kwargs)
-    return named
+    first = program.prologue
+    result, _ = accumulated(first.program(program, backend), backend, spread, args, {})
+    return dict(**kwargs, **{first.name: result})
 
 
 def fold_batch(
@@ -272,7 +272,10 @@ class Step:
             found = outputs.leaves(value, "a later micro-batch"), weigh(*weight), {}
         leaves, weighed, in_place = found
         if self.readings is not None:
-            leaves = self.readings.leaves_in_place(leaves, weighed.into[0].weight, in_place)
+            # The weight of a mean is in its unit, but of that only whether it is 0 counts.
+            leaves[: outputs.before] = self.readings.leaves_for(
+                leaves, weighed.into[0].weight, in_place
+            )
         for leaf_index, addend in weighed.into.items():
             if leaf_index not in in_place:
                 leaves[leaf_index] = addend.combine(addend.accumulator, leaves[leaf_index])

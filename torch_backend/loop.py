@@ -82,9 +82,9 @@ def begin(
     program: Program, backend: Backend, args: tuple[Tree, ...], kwargs: dict[str, Tree]
 ) -> dict[str, Tree]:
     """The keyword arguments of grad_fn, once the prologue of the program has run."""
-    fold = lambda program, args: accumulate(program, backend)(args, {})
-    named: dict[str, Tree] = program.prologue(program, backend, fold, args, kwargs)
-    return named
+    first = program.prologue
+    result = accumulate(first.program(program, backend), backend)(args, {})
+    return dict(**kwargs, **{first.name: result})
 
 
 def run_window(

@@ -192,14 +192,12 @@ class Program:
         # The first micro-batch shows the structure; all later ones are checked against it.
         backend, carried = arguments.backend, arguments.carried() if arguments.state else []
         if self.watch is None:
-            outputs, leaves = bind_outputs(self.fold, value, backend, carried=carried)
-        else:
-            # The value is bound alone first, so that errors name leaves of grad_fn's own output.
-            bind_outputs(self.fold, value[1], backend, carried=carried)
-            folds = self.watch.folds
-            outputs, leaves = bind_outputs((folds, self.fold), value, backend, carried=carried)
-            outputs = replace(outputs, before=len(folds))
-        return outputs, leaves
+            return bind_outputs(self.fold, value, backend, carried=carried)
+        # The value is bound alone first, so that errors name leaves of grad_fn's own output.
+        bind_outputs(self.fold, value[1], backend, carried=carried)
+        folds = self.watch.readings(self, value[1], arguments).folds
+        outputs, leaves = bind_outputs((folds, self.fold), value, backend, carried=carried)
+        return replace(outputs, before=len(folds)), leaves
 
 
 def _is_fold(node: object) -> bool:

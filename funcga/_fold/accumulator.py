@@ -298,10 +298,11 @@ class Folding:
     """A fold of values, or of gradients, which are named by their "params"."""
 
     # A tool that folds more beside gradients says how many leaves stand before theirs. It also has
-    # `folded` and `reported`, which make these leaves, and what a state says of them.
+    # `folded`, which makes these leaves, and `observing(run)`, which lets the function of an update
+    # carry (the inner state, what a state says of these leaves).
     before = 0
     folded: Callable[..., list[Array]]
-    reported: Callable[..., Callable[[Scalar, Tree], Tree]]
+    observing: Callable[..., Any]
 
     def __init__(self, fold: FoldTree, name: str = "output"):
         self.fold, self.name = fold, name

@@ -27,7 +27,7 @@ from funcga.errors import FuncgaError
 from funcga.folds import FoldTree, mean
 
 if TYPE_CHECKING:
-    from funcga.tools.observe import ObserverTree
+    from funcga.observers import ObserverTree
 
 
 class Dropped(NamedTuple):
@@ -307,7 +307,7 @@ def multi_steps(
     program = Program(read.update, fold, across=across, memory=memory)
     folding, traits, skip = Folding(fold, "params"), traits_of(read), None
     if observe is not None:
-        observed = load("observe.updates", "observe=").ObservedFolding
+        observed = load("observe", "observe=").ObservedFolding
         folding = observed(fold, observe, traits.scales)
         memory.options = {**memory.options, **folding.options}
     if (drop, drop_if) != (None, None):
@@ -348,8 +348,8 @@ class MultiStepsUpdate(UpdateFunction):
             if fold is not None and fold.axis is not None:  # a state cannot grow with every call
                 raise FuncgaError(
                     f"the fold of {nothing.outputs.paths('params')[leaf_index]} collects rows, and "
-                    "gradients are to become one gradient. Fold them with funcga.mean(), "
-                    "funcga.per_weight() or funcga.sum()."
+                    "the state of multi_steps cannot grow. Fold with funcga.mean(), per_weight() "
+                    "or sum(); or fold the window in one call, by funcga.accumulate."
                 )
         window = nothing._replace(replicas=self.program.replicas(backend)).packed(is_empty=True)
         counts, dropped = (zero(), zero(), arrays.as_array(False)), Dropped(zero(), zero())
@@ -427,7 +427,7 @@ class MultiStepsUpdate(UpdateFunction):
             keep = self.skip.keeps(grads, leaves, weight, window.outputs)
         if keep is not False:
             if folding.before:
-                leaves = folding.folded(leaves, window, weight)
+                leaves = folding.folded(leaves, weight)
             # If the host does not see whether to keep it, both windows are needed: not in place.
             after = window.add(leaves, weight, owned and keep is True)
         if keep is not True:
@@ -474,18 +474,18 @@ class MultiStepsUpdate(UpdateFunction):
         value = backend.trees.unflatten(outputs.structure, finished)
         if self.inner.takes_weight:
             extra = {**extra, "weight": merged.total}
-        observed = state.observed
+        run, like, inner, observed = step.run, value, state.inner, state.observed
+        if folding.before:
+            run, like, inner = folding.observing(run), value[1], (inner, observed)
         try:
-            if folding.before:
-                report, value = folding.reported(*value, state.inner, outputs), value[1]
             given = value, extra
-            result, inner, updated = step.when(keep, step.run, state.inner, params, given, value)
+            result, inner, updated = step.when(keep, run, inner, params, given, like)
         except Exception:
             if step.owned and merged is window:
                 merged.restore(finished)
             raise
         if folding.before:
-            observed = report(updated, observed)
+            inner, observed = inner
         emptied = empty(window.outputs, states.emptied(window), window.replicas)
         integer, flag = arrays.xp.int32, arrays.as_array(updated)
         updates, zero = state.updates + arrays.cast(updated, integer), arrays.cast(0, integer)

@@ -345,8 +345,6 @@ class WrappedWindow(Window):
             # them.
             before = buffers_of(self.module)
             self._run_pass(args, kwargs, None, True)
-            if self.watching is not None:
-                self.watching.forget()
             put_back(before)
 
     def result_without_microbatches(

@@ -62,7 +62,7 @@ def folding(outputs: Outputs, traced: Traced, readings: Any) -> Callable[..., Le
         return None
     paths, count = outputs.paths(), len(outputs.folds)
     of_tally = jax.tree.structure(tally_type)
-    observed = () if readings is None else readings.leaf_indices
+    observed = () if readings is None else readings.indices
 
     def fold(weigh: Callable[[Tree], Weighed], *operands: Tree) -> Leaves | None:
         args = jax.tree.leaves(operands)
@@ -253,7 +253,7 @@ class _Part(NamedTuple):
         """The measures of a layer, [measures]; empty if it is not observed."""
         if self.readings is None:
             return jnp.zeros(0)
-        measures: jax.Array = self.readings.measures_of([self.cast(value)])[0]
+        measures: jax.Array = self.readings.row(self.cast(value))
         return measures
 
     def begin(self, layer: "ShapedArray") -> _FoldedStack:

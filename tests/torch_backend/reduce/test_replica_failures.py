@@ -636,7 +636,7 @@ OPTIONS = {
     "observe": ({"observe": funcga.gradient_noise()}, "observe=", "an Observer of"),
     "another observer": ({"observe": funcga.dropped()}, "observe=", "an Observer of"),
     "drop": ({"drop": "window"}, "drop=", "'window'"),
-    "totals": ({"totals": count_rows}, "totals=", "given, and counted first"),
+    "totals": ({"totals": count_rows}, "totals=", "given"),
     "sync": ({"sync": "every"}, "sync=", "'every'"),
 }
 KINDS = ("across", "ddp", "ddp with buffers", "fsdp", "replicate", "multi_steps", "ddp alone")
