@@ -109,7 +109,7 @@ def _in_two_passes(
 
 def _rows(
     job: Coupled, backend: Backend, spread: Spread, rows: int, cotangents: dict[int, jax.Array]
-) -> Callable[[jax.Array, int, jax.Array, int], jax.Array]:
+) -> Callable[..., jax.Array]:
     """f(index, leaf_index, part, axis): the rows of a micro-batch, with these indices, in the
     cotangent of a collected leaf.
     """

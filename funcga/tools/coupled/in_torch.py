@@ -30,7 +30,7 @@ from torch_backend.engine.leaves import any_requires_grad
 from torch_backend.engine.plan import Plans, call_key
 from torch_backend.loop import Source, begin, cut, run_window, untraced, weights_of
 from torch_backend.modules import PureLoss
-from torch_backend.reduce import reductions_of
+from torch_backend.reduce import Reduction
 from torch_backend.sums import Sums
 from torch_backend.wrapped.ddp import Wrapper
 from torch_backend.wrapped.gradient import ModuleGradient
@@ -57,7 +57,7 @@ def coupled(job: Coupled, backend: Backend) -> Callable[..., Tree]:
             kwargs = begin(job.program, backend, args, kwargs)
         program, summary = job.program, _Summary(job, backend, args)
         Source(program, backend)  # refuses what it cannot be
-        is_merged = bool(summary.wrapper.wrapped) or program.across is not None
+        is_merged = bool(summary.replicas)
         with torch.inference_mode(False), torch.no_grad():
             arguments, cuts, devices = cut(program, backend, args, is_merged)
             # A weight may be 0, where NaN has to be kept out.
@@ -74,7 +74,7 @@ class _Summary:
 
     They are arguments of the function; or those of a `pure` loss, which the engine puts into its
     module; or a module's `own`, which a `wrapper` may reduce. The function then takes the module in
-    the place of its parameters.
+    the place of its parameters. `replicas`: what is merged over, one group after the other.
     """
 
     def __init__(self, job: Coupled, backend: Backend, args: Args):
@@ -85,6 +85,7 @@ class _Summary:
         self.wrapper = Wrapper([], "nothing", "last")
         if isinstance(summary_fn, WrappedGradient):
             self.wrapper = summary_fn.wrapper
+        self.replicas = self.wrapper.replicas(job.program.across)
         self.arg_indices: tuple[int, ...] = ()
         if self.own is None:
             self.arg_indices = job.arg_indices(job.program.read(args, backend))
@@ -184,15 +185,13 @@ class _FirstPass(Called):
     """
 
     def __init__(self, summary: _Summary, arguments: Arguments, call: Tree):
-        own, wrapper, program = summary.own, summary.wrapper, summary.job.program
-        function, tensors = program.grad_fn, trees.flatten(call)[0]
+        own, wrapper, program = summary.own, summary.wrapper, summary.job.first
+        tensors = trees.flatten(call)[0]
         if own is not None:
-            function = partial(own.loss_fn, own.module)
+            program = replace(program, grad_fn=partial(own.loss_fn, own.module))
             tensors += own.parameters()
-        across = summary.owner.merged_over(program.across)
-        program = replace(summary.job.first, grad_fn=function, across=across)
-        merges = [] if across is None else reductions_of(program, summary.backend)
-        super().__init__(program, function, arguments, merges=merges)
+        merges = [Reduction(program.memory, replicas) for replicas in summary.replicas]
+        super().__init__(program, program.grad_fn, arguments, merges=merges)
         self.devices, self.snapshot = devices_of(tensors), summary.owner.snapshot
         # Whether all replicas run the module equally often, because each run communicates. Others
         # meet before the first one, which may broadcast buffers.
@@ -260,9 +259,9 @@ class _FirstPass(Called):
 
 def _differentiated(
     summary: _Summary, summaries: Summaries, params: list[Tree]
-) -> tuple[tuple[torch.Tensor, Tree], dict[int, torch.Tensor], dict[torch.Tensor, torch.Tensor]]:
-    """((the loss, its aux), its gradient by the summaries, that by what else it depends on). Of
-    the summaries those that the loss uses, by their leaf indices.
+) -> tuple[torch.Tensor, Tree, dict[int, torch.Tensor], dict[torch.Tensor, torch.Tensor]]:
+    """(the loss, its aux, its gradient by the summaries that it uses, by their leaf indices, and
+    that by all else).
     """
     variables = {i: leaf.detach().requires_grad_() for i, leaf in summaries.variables.items()}
     wrapper, own, grads = summary.wrapper, summary.own, tuple[torch.Tensor, ...]()
@@ -289,7 +288,7 @@ def _differentiated(
         )
     if not used:
         raise unused()
-    return (loss.detach(), trees.detached(aux, recorded=True)), used, grad_of
+    return loss.detach(), trees.detached(aux, recorded=True), used, grad_of
 
 
 class _SecondPass:
@@ -309,7 +308,7 @@ class _SecondPass:
         params: list[Tree],
     ):
         self.first, self.summary, wrapper = first, summary, summary.wrapper
-        (self.value, self.aux), used, grad_of = _differentiated(summary, summaries, params)
+        self.value, self.aux, used, grad_of = _differentiated(summary, summaries, params)
         self.of_params = [grad_of.get(leaf) for leaf in trees.flatten(params)[0]]
         # A wrapper waits for the gradients of parameters that only the loss uses, unless it
         # searches for such.
