@@ -31,8 +31,8 @@ class Fold:
     @property
     def plain(self) -> "Fold":
         """The fold whose sums `reproducible` has made exact; any other as it is."""
-        of_exact = getattr(self.reducer.lift, "plain", None)
-        return self if of_exact is None else of_exact(self)
+        plain: Fold = getattr(self.reducer.lift, "plain", self)
+        return plain
 
     @property
     def name(self) -> str:
