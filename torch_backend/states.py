@@ -5,8 +5,9 @@ What funcga's mathematics says leaf by leaf is one kernel here for all leaves th
 alike.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -171,28 +172,24 @@ def scaled(leaves: Sequence[Array], factor: Scalar, donate: bool) -> list[Array]
 
 def emptied(window: Accumulation) -> list[Reduced]:
     """The accumulators of an empty window like this one."""
-    # Sums take no memory before their first value.
-    shared: dict[Any, torch.Tensor] | None = None if arrays.in_transform() else {}
-    empty = [*window.accumulators]
+    zero, empty = cache(partial(torch.zeros, ())), [*window.accumulators]
     for index, fold in enumerate(window.outputs.folds):
         if fold is not None and fold.adds and type(empty[index]) is torch.Tensor:
-            empty[index] = zeros_of(shared, empty[index], empty[index].dtype)
+            # Sums take no memory before their first value.
+            empty[index] = zeros_of(zero, empty[index], empty[index].dtype)
         elif fold is not None:
             empty[index] = fold.fold.reducer.monoid.identity(torch, empty[index])
     return empty
 
 
 def zeros_of(
-    shared: dict[Any, torch.Tensor] | None, like: torch.Tensor, dtype: torch.dtype
+    zero: Callable[..., torch.Tensor] | None, like: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Zeros in the shape of a tensor. With `shared`, the 0 of each dtype and device so far, they
-    are views of it, so that nobody can write to them.
+    """Zeros in the shape of a tensor. With `zero`, which makes the 0 of a dtype and device, they
+    are views of that one, so that nobody can write to them.
     """
-    if shared is not None and type(like) in PLAIN and like.numel() > 1:
-        kind = dtype, like.device
-        if kind not in shared:
-            shared[kind] = torch.zeros((), dtype=dtype, device=like.device)
-        return shared[kind].expand(like.shape)
+    if zero is not None and type(like) in PLAIN and like.numel() > 1:
+        return zero(dtype=dtype, device=like.device).expand(like.shape)
     return torch.zeros_like(like, dtype=dtype, requires_grad=False)
 
 

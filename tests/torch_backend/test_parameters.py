@@ -34,7 +34,7 @@ def test_gradients_are_set():
     for params, as_given in (
         (m, backwards),
         (names(), backwards),
-        (m.parameters(), lambda g: list(g.values())),
+        (list(m.parameters()), lambda g: list(g.values())),
         ({"deep": [names(), None]}, lambda g: {"deep": [g, None]}),
     ):
         for p in m.parameters():
@@ -79,12 +79,14 @@ def test_a_gradient_lies_as_its_parameter(grad):
     assert torch.equal(grad, given)
 
 
-UNTRAINED = "that does not require a gradient, so that no optimizer should step it: it is frozen, or a detached copy"
+ALIKE = (
+    "A gradient has its parameter's shape, dtype and device, and is a DTensor for a DTensor; and a parameter is what"
+)
 
 
 def test_what_no_optimizer_steps_is_given_no_gradient():
     m = module()
-    text = f"`grads['0.weight']` is float32[4, 3], and `params['0.weight']` is float32[4, 3] {UNTRAINED}"
+    text = f"`grads['0.weight']` is float32[4, 3], and `params['0.weight']` is float32[4, 3]. {ALIKE}"
     check_refused(text, torch_backend.assign_grads, m.state_dict(), ones(m))
     check_refused(text, torch_backend.assign_grads, ones(m), dict(m.named_parameters()))
     torch_backend.assign_grads([m[0].weight, torch.ones(2)], [None, None])
@@ -93,13 +95,10 @@ def test_what_no_optimizer_steps_is_given_no_gradient():
 def test_a_gradient_of_a_frozen_parameter():
     m = module()
     m[0].bias.requires_grad_(False)
-    check_refused(f"`params['0.bias']` is float32[4] {UNTRAINED}", torch_backend.assign_grads, m, ones(m))
+    check_refused(f"`params['0.bias']` is float32[4]. {ALIKE}", torch_backend.assign_grads, m, ones(m))
     assert all(p.grad is None for p in m.parameters())
     torch_backend.assign_grads(m, {**ones(m), "0.bias": None})
     assert [p.grad is None for p in m.parameters()] == [False, True, False, False]
-
-
-ALIKE = "A gradient has its parameter's shape, dtype and device, and is a DTensor for a DTensor"
 
 
 def without(grads, name):
@@ -131,9 +130,8 @@ def test_nothing_is_set_where_something_does_not_match(change, text):
 
 def test_what_is_no_parameter():
     p = torch.ones(2, requires_grad=True)
-    text = "computed from others, which has no .grad that an optimizer would look at"
-    check_refused(f"`params['w']` is float32[2], {text}", torch_backend.assign_grads, {"w": 2 * p}, {"w": p})
-    check_refused(f"`params['w']` is of type float, {text}", torch_backend.assign_grads, {"w": 1.0}, {"w": p})
+    check_refused(f"`params['w']` is float32[2]. {ALIKE}", torch_backend.assign_grads, {"w": 2 * p}, {"w": p})
+    check_refused(f"`params['w']` is of type float. {ALIKE}", torch_backend.assign_grads, {"w": 1.0}, {"w": p})
     check_refused("`grads` is of type list, with missing `[1]`", torch_backend.assign_grads, [p, p], [p])
 
 

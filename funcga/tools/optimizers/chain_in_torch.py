@@ -18,7 +18,7 @@ from torch_backend import arrays, trees
 from torch_backend._private import pytree
 from torch_backend.arrays import without_overlap
 from torch_backend.dtensor import is_dtensor
-from torch_backend.parameters import added, apart
+from torch_backend.transforms import added, apart
 
 
 def chain(*transforms: object) -> DonatingTransform:

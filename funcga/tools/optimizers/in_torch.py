@@ -30,7 +30,8 @@ from funcga.tools.optimizers.state_in_torch import (
 from torch_backend import arrays, trees
 from torch_backend._private import pytree
 from torch_backend.dtensor import local_tensors, without_partials
-from torch_backend.parameters import matched, storages
+from torch_backend.parameters import matched
+from torch_backend.transforms import storages
 
 # For torch.load with weights_only=True.
 torch.serialization.add_safe_globals([ClipNormState, Number, OptimizerState])

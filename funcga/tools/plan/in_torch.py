@@ -26,7 +26,7 @@ from funcga.folds import Fold
 from funcga.tools.plan import private_in_torch
 from funcga.tools.plan.wrapped_in_torch import Held, planned
 from torch_backend import _private, trees
-from torch_backend.dtensor import as_dtensor, is_dtensor, local_tensors
+from torch_backend.dtensor import as_dtensor, is_dtensor, local, local_tensors
 from torch_backend.modules import PureLoss
 from torch_backend.replicas import PLANNED, Channel
 from torch_backend.wrapped.ddp import Wrapper
@@ -294,7 +294,7 @@ class _Fakes:
                 leaf if isinstance(leaf, torch.nn.Parameter) else leaf.data
             )
         if is_dtensor(leaf):
-            fake = as_dtensor(self.of_leaf(_private.local_tensor(leaf)), leaf)
+            fake = as_dtensor(self.of_leaf(local(leaf)), leaf)
         else:
             with self.mode:
                 fake = torch.empty_strided(
