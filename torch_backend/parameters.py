@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from funcga._backend.prefixes import PathError, PrefixError, leaf_paths, paths_apart, subtrees
+from funcga._backend.prefixes import leaf_paths, subtrees
 from funcga._types import Tree
 from funcga.errors import FuncgaError
 from torch_backend import arrays, trees
@@ -47,7 +47,7 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
         return summed(params, updates)
 
 
-PLAIN, _DTYPE = {torch.Tensor, nn.Parameter}, operator.attrgetter("dtype")
+PLAIN, DTYPE = {torch.Tensor, nn.Parameter}, operator.attrgetter("dtype")
 
 
 def summed(params: Tree, updates: Tree, in_place: bool = False) -> Tree:
@@ -64,7 +64,7 @@ def summed(params: Tree, updates: Tree, in_place: bool = False) -> Tree:
                 "tx.update(grads, state, params), of these params."
             )
     is_plain = {*map(type, leaves), *map(type, additions)} <= PLAIN
-    if leaves and is_plain and [*map(_DTYPE, leaves)] == [*map(_DTYPE, additions)]:
+    if leaves and is_plain and [*map(DTYPE, leaves)] == [*map(DTYPE, additions)]:
         # One launch, where there are any.
         if in_place:
             torch._foreach_add_(leaves, additions)
@@ -147,8 +147,8 @@ def _has_grad(parameter: Any, grad: Any) -> bool:
     return is_stepped and place == wanted and parameter.grad_dtype in (None, grad.dtype)
 
 
-def matched(tree: Tree, like: Tree, name: str, like_name: str = "params") -> list[Tree]:
-    """What a tree has at each leaf of another one, in the order of that one's leaves.
+def matched(tree: Tree, like: Tree, name: str) -> list[Tree]:
+    """What a tree of this name has at each leaf of another one, in the order of that one's leaves.
 
     Children are matched by key, so the order of a dict does not matter. Raises FuncgaError, with
     the paths, for a key that only one of the two has.
@@ -157,17 +157,7 @@ def matched(tree: Tree, like: Tree, name: str, like_name: str = "params") -> lis
     is_flat = type(like) is type(tree) is dict and {*map(type, like.values())} <= PLAIN
     if is_flat and like.keys() == tree.keys():
         return [tree[key] for key in like]
-    try:
-        return subtrees(tree, like, trees)
-    except PrefixError as error:
-        nodes = [trees.children(node) or () for node in (error.prefix, error.tree)]
-        apart = PathError(*paths_apart(*[[key for key, _ in node] for node in nodes]))
-        raise FuncgaError(
-            f"{name} and {like_name} differ in structure: `{name}{error.path}` is "
-            f"{arrays.describe(error.tree)}, with {apart}. Give {name} the structure of "
-            f"{like_name}; of loss, grads = step(...) the gradients alone, with None where there "
-            "is none."
-        ) from None
+    return subtrees(tree, like, trees, name)
 
 
 def described(leaf: object) -> str:

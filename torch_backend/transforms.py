@@ -12,6 +12,13 @@ from torch_backend.dtensor import local
 from torch_backend.parameters import apply_updates, matched, summed
 from torch_backend.states import zeros_of
 
+# The dtypes of less than 32 bits, and those that an update has in their place.
+_WIDE = {
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.complex32: torch.complex64,
+}
+
 
 def widened(
     params: Tree, copies: bool = False, donate: bool = False
@@ -25,7 +32,7 @@ def widened(
     tracked = arrays.in_transform()  # what is differentiated from outside stays in its graph
     leaves, structure = trees.flatten(params)
     wide = [
-        (leaf if tracked else leaf.detach()).to(_dtype_of_update(leaf), copy=copies)
+        (leaf if tracked else leaf.detach()).to(_WIDE.get(leaf.dtype, leaf.dtype), copy=copies)
         if isinstance(leaf, torch.Tensor)
         else leaf
         for leaf in leaves
@@ -90,12 +97,9 @@ def when(
     leaves, structure = trees.flatten(like)
     zero = cache(partial(torch.zeros, ())) if donate else None
     nothing = [
-        zeros_of(zero, leaf, _dtype_of_update(leaf)) if isinstance(leaf, torch.Tensor) else leaf
+        zeros_of(zero, leaf, _WIDE.get(leaf.dtype, leaf.dtype))
+        if isinstance(leaf, torch.Tensor)
+        else leaf
         for leaf in leaves
     ]
     return trees.unflatten(structure, nothing), state, False
-
-
-def _dtype_of_update(like: torch.Tensor) -> torch.dtype:
-    is_rounded = like.dtype.is_floating_point or like.dtype.is_complex
-    return arrays.accumulator_dtype(like.dtype) if is_rounded else like.dtype

@@ -108,12 +108,12 @@ def without(grads, name):
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (lambda g: without(g, "1.bias"), "grads and params differ in structure: `grads` is of type dict, with missing `['1.bias']`, new nothing. "
-         "Give grads the structure of params; of loss, grads = step(...) the gradients alone, with None where there is none."),
-        (lambda g: {}, "with missing `['0.weight']`, `['0.bias']`, `['1.weight']`, `['1.bias']`, new nothing"),
-        (lambda g: {**g, "1.bais": None}, "with missing nothing, new `['1.bais']`"),
-        (lambda g: list(g.values()), "`grads` is of type list, with missing"),
-        (lambda g: (1.0, g), "`grads` is of type tuple, with missing"),
+        (lambda g: without(g, "1.bias"), "`grads` has another structure than it should: missing `['1.bias']`, new nothing. "
+         "Give it that of the parameters; of loss, grads = step(...) the gradients alone, with None where there is none."),
+        (lambda g: {}, "missing `['0.weight']`, `['0.bias']`, `['1.weight']`, `['1.bias']`, new nothing"),
+        (lambda g: {**g, "1.bais": None}, "missing nothing, new `['1.bais']`"),
+        (lambda g: list(g.values()), "`grads` has another structure than it should: missing"),
+        (lambda g: (1.0, g), "`grads` has another structure than it should: missing"),
         (lambda g: {**g, "1.bias": torch.ones(3)}, f"`grads['1.bias']` is float32[3], and `params['1.bias']` is float32[2]. {ALIKE}"),
         (lambda g: {**g, "1.bias": 1.0}, f"`grads['1.bias']` is of type float, and `params['1.bias']` is float32[2]. {ALIKE}"),
         (lambda g: {**g, "1.bias": g["1.bias"].double()}, f"is float64[2], and `params['1.bias']` is float32[2]. {ALIKE}"),
@@ -132,7 +132,9 @@ def test_what_is_no_parameter():
     p = torch.ones(2, requires_grad=True)
     check_refused(f"`params['w']` is float32[2]. {ALIKE}", torch_backend.assign_grads, {"w": 2 * p}, {"w": p})
     check_refused(f"`params['w']` is of type float. {ALIKE}", torch_backend.assign_grads, {"w": 1.0}, {"w": p})
-    check_refused("`grads` is of type list, with missing `[1]`", torch_backend.assign_grads, [p, p], [p])
+    check_refused(
+        "`grads` has another structure than it should: missing `[1]`", torch_backend.assign_grads, [p, p], [p]
+    )
 
 
 def sharded(group):
@@ -199,6 +201,6 @@ def test_what_is_no_update():
         torch_backend.apply_updates, params, {"w": torch.ones(3)},
     )  # fmt: skip
     check_refused(
-        "updates and params differ in structure: `updates` is of type dict, with missing `['w']`, new `['v']`.",
+        "`updates` has another structure than it should: missing `['w']`, new `['v']`.",
         torch_backend.apply_updates, params, {"v": torch.ones(2)},
     )  # fmt: skip

@@ -89,7 +89,7 @@ def from_optax(tx: "optax.GradientTransformation") -> Transform:
         arguments = {"grads": filled, "state": state, "params": params, "extra": others}
         compute = lambda arguments: compiled_update(arguments, tuple(functions.items()))
         updates, after = in_jax(compute, arguments)
-        leaves = matched(updates, filled, "updates", like_name="grads")
+        leaves = matched(updates, filled, "updates")
         return trees.unflatten(trees.flatten(filled)[1], leaves), after
 
     return Transform(init, update)

@@ -480,11 +480,11 @@ def test_a_closure_is_refused():
 @pytest.mark.parametrize(
     ("grads", "text"),
     [
-        ({"w": torch.ones(2)}, "grads and params differ in structure: `grads` is of type dict, with missing `['b']`, new nothing. Give grads "
-         "the structure of params; of loss, grads = step(...) the gradients alone, with None where there is none."),
-        ({"w": torch.ones(2), "b": torch.ones(1), "c": None}, "`grads` is of type dict, with missing nothing, new `['c']`."),
-        ([torch.ones(2)], "`grads` is of type list, with missing `['w']`, `['b']`, new `[0]`."),
-        (torch.ones(2), "`grads` is float32[2], with missing `['w']`, `['b']`, new nothing."),
+        ({"w": torch.ones(2)}, "`grads` has another structure than it should: missing `['b']`, new nothing. Give it that of "
+         "the parameters; of loss, grads = step(...) the gradients alone, with None where there is none."),
+        ({"w": torch.ones(2), "b": torch.ones(1), "c": None}, "`grads` has another structure than it should: missing nothing, new `['c']`."),
+        ([torch.ones(2)], "`grads` has another structure than it should: missing `['w']`, `['b']`, new `[0]`."),
+        (torch.ones(2), "`grads` has another structure than it should: missing `['w']`, `['b']`, new nothing."),
     ],
 )  # fmt: skip
 def test_what_is_no_gradient(grads, text):
@@ -523,7 +523,7 @@ def test_what_is_no_state():
     check_refused("state is of type dict, and should be what init or the update before returned: state = tx.init(params); "
                   "updates, state = tx.update(grads, state, params).", ADAMW.update, params, {}, params)  # fmt: skip
     other = ADAMW.init({"v": torch.ones(2)})
-    check_refused("state.slots and params differ in structure: `state.slots` is of type dict, with missing `['w']`, new `['v']`.",
+    check_refused("`state.slots` has another structure than it should: missing `['w']`, new `['v']`.",
                   ADAMW.update, params, other, params)  # fmt: skip
 
 
