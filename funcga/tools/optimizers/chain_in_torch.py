@@ -1,7 +1,9 @@
 """Chains of transforms, and clipping."""
 
 import inspect
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,7 +15,6 @@ from funcga._transform import DonatingTransform, Traits, Transform, read_transfo
 from funcga._transform.apply import UpdateFunction, traits_of, updated
 from funcga._types import Tree
 from funcga.errors import FuncgaError
-from funcga.tools.optimizers.state_in_torch import copies
 from torch_backend import arrays, trees
 from torch_backend._private import pytree
 from torch_backend.arrays import without_overlap
@@ -259,3 +260,17 @@ def check_not_differentiated(name: str, tree: Tree) -> None:
             "no derivative. Write the update as a function of tensors, such as `p - lr * g`. If it "
             "is a constant for that loss, compute it under torch.no_grad()."
         )
+
+
+def copies(values: Sequence[Any]) -> list[Any]:
+    """Copies in memory of their own; on a device one kernel copies many tensors."""
+    copied, alike = list[Any](), defaultdict[torch.device, list[Any]](list)
+    for value in values:
+        is_plain = type(value) is torch.Tensor
+        copied.append(torch.empty_like(value) if is_plain else deepcopy(value))
+        if is_plain:
+            alike[value.device].append((copied[-1], value))
+    for pairs in alike.values():
+        new, old = zip(*pairs, strict=True)
+        torch._foreach_copy_(new, old)
+    return copied
