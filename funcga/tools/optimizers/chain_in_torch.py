@@ -1,11 +1,10 @@
 """Chains of transforms, and clipping."""
 
 import inspect
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -206,8 +205,8 @@ def _no_state(params: Tree) -> tuple[()]:
 
 def _no_norm_yet(params: Tree) -> ClipNormState:
     tensors = [leaf for leaf in trees.flatten(params)[0] if leaf is not None]
-    is_wide = any(tensor.dtype.to_real() is torch.float64 for tensor in tensors)
-    dtype = torch.float64 if is_wide else torch.float32
+    dtypes = [tensor.dtype.to_real() for tensor in tensors]
+    dtype = reduce(torch.promote_types, dtypes, torch.float32)
     device = tensors[0].device if tensors else None
     return ClipNormState(torch.full((), torch.nan, dtype=dtype, device=device))
 
@@ -264,13 +263,9 @@ def check_not_differentiated(name: str, tree: Tree) -> None:
 
 def copies(values: Sequence[Any]) -> list[Any]:
     """Copies in memory of their own; on a device one kernel copies many tensors."""
-    copied, alike = list[Any](), defaultdict[torch.device, list[Any]](list)
-    for value in values:
-        is_plain = type(value) is torch.Tensor
-        copied.append(torch.empty_like(value) if is_plain else deepcopy(value))
-        if is_plain:
-            alike[value.device].append((copied[-1], value))
-    for pairs in alike.values():
-        new, old = zip(*pairs, strict=True)
+    copied = [torch.empty_like(x) if type(x) is torch.Tensor else deepcopy(x) for x in values]
+    pairs = [pair for pair in zip(copied, values, strict=True) if type(pair[1]) is torch.Tensor]
+    for device in {old.device for _, old in pairs}:  # a kernel takes those of one
+        new, old = zip(*[pair for pair in pairs if pair[1].device == device], strict=True)
         torch._foreach_copy_(new, old)
     return copied
