@@ -170,15 +170,7 @@ class _Update(UpdateFunction):
             for tensor in tensors:
                 tensor.grad = None
             if into is None:
-                # The copies become the updates, so that no memory is needed for these. One that was
-                # skipped is not subtracted: an infinite parameter less itself is NaN.
-                moved = [index for index, grad in enumerate(gradients) if grad is not None]
-                pairs = [(tensors[index], aliases[index]) for index in moved]
-                if pairs:
-                    torch._foreach_sub_(*map(local_tensors, zip(*pairs, strict=True)))
-                for tensor, grad in zip(tensors, gradients, strict=True):
-                    if grad is None:
-                        tensor.zero_()
+                _subtract(tensors, aliases, gradients)
         results = [None if leaf is None else x for leaf, x in zip(leaves, tensors, strict=True)]
         return trees.unflatten(structure, results), after
 
@@ -207,8 +199,29 @@ class _Update(UpdateFunction):
         used, grads = _writable(used, tensors, owned), _laid(grads, tensors)
         if self.options.writes_to_gradients(optimizer):
             grads = arrays.without_overlap(grads if owned else copies(grads))
-        names = [[*slot] for slot in used]
-        for tensor, grad, slot in zip(tensors, grads, used, strict=True):
+        kept = self._run(optimizer, tensors, grads, used)
+        begun = [
+            started[index] or grad is not None or not slots[index]
+            for index, grad in enumerate(grads)
+        ]
+        flags = [begun[index] for index in _order_of_paths(begun, params)]
+        return OptimizerState(
+            state.count + 1,
+            trees.unflatten(trees.flatten(params)[1], kept),
+            torch.tensor(flags, dtype=torch.bool, device="cpu"),
+            arrays.cast(0 if weight is None else weight, torch.float32).clone(),
+        )
+
+    def _run(
+        self,
+        optimizer: Optimizer,
+        tensors: list[torch.Tensor],
+        grads: list[torch.Tensor | None],
+        slots: list[dict[str, Any]],
+    ) -> list[dict[str, Any]]:
+        """Takes a step, and returns what the optimizer keeps for each tensor."""
+        names = [[*slot] for slot in slots]
+        for tensor, grad, slot in zip(tensors, grads, slots, strict=True):
             tensor.grad = grad
             if slot:
                 optimizer.state[tensor] = slot
@@ -224,17 +237,21 @@ class _Update(UpdateFunction):
                     f"{type(optimizer).__name__} {', '.join(slot)}: it is the state of another "
                     "optimizer, or of other options. Begin with state = tx.init(params)."
                 )
-        begun = [
-            started[index] or grad is not None or not slots[index]
-            for index, grad in enumerate(grads)
-        ]
-        flags = [begun[index] for index in _order_of_paths(begun, params)]
-        return OptimizerState(
-            state.count + 1,
-            trees.unflatten(trees.flatten(params)[1], kept),
-            torch.tensor(flags, dtype=torch.bool, device="cpu"),
-            arrays.cast(0 if weight is None else weight, torch.float32).clone(),
-        )
+        return kept
+
+
+def _subtract(
+    tensors: list[torch.Tensor], before: list[torch.Tensor], grads: list[torch.Tensor | None]
+) -> None:
+    """Makes the updates of the parameters after a step, in their memory."""
+    moved = [index for index, grad in enumerate(grads) if grad is not None]
+    if moved:
+        pairs = [(tensors[index], before[index]) for index in moved]
+        torch._foreach_sub_(*map(local_tensors, zip(*pairs, strict=True)))
+    # One that was skipped is not subtracted: an infinite parameter less itself is NaN.
+    for tensor, grad in zip(tensors, grads, strict=True):
+        if grad is None:
+            tensor.zero_()
 
 
 def _order_of_paths(flags: list[bool], params: Tree) -> Sequence[int]:

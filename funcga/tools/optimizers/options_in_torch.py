@@ -49,6 +49,28 @@ class Options:
         groups = optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else []
         return not self.is_stock or any(group["nesterov"] for group in groups)
 
+    def grouped(
+        self, params: Tree, tensors: list[torch.Tensor]
+    ) -> list[tuple[Group, list[torch.Tensor]]]:
+        """The options of each group of its own, and the tensors of its parameters."""
+        if self.groups is None:
+            leaves = trees.flatten(params)[0]
+            pairs = zip(leaves, tensors, strict=True)
+            return [({}, [tensor for leaf, tensor in pairs if leaf is not None])]
+        groups: list[tuple[Group, list[torch.Tensor]]] = []
+        named = paths_and_leaves(params, trees.children)
+        for (name, leaf), tensor in zip(named, tensors, strict=True):
+            if leaf is None:
+                continue
+            own = {**self.groups(name)}
+            # Options are compared, not hashed: they may be tensors or lists.
+            alike = [members for options, members in groups if options == own]
+            if alike:
+                alike[0].append(tensor)
+            else:
+                groups.append((own, [tensor]))
+        return groups or [({}, [])]
+
     def build(
         self, params: Tree, tensors: list[torch.Tensor], count: int, weight: object
     ) -> Optimizer:
@@ -56,19 +78,7 @@ class Options:
 
         `weight` is that of the window, or None if it is not known.
         """
-        groups: list[tuple[Group, list[torch.Tensor]]] = []
-        leaves = [("", leaf) for leaf in trees.flatten(params)[0]]
-        if self.groups is not None:
-            leaves = paths_and_leaves(params, trees.children)
-        for (name, leaf), tensor in zip(leaves, tensors, strict=True):
-            own = {} if self.groups is None or leaf is None else {**self.groups(name)}
-            # Options are compared, not hashed: they may be tensors or lists.
-            alike = [members for options, members in groups if options == own]
-            if leaf is not None and alike:
-                alike[0].append(tensor)
-            elif leaf is not None:
-                groups.append((own, [tensor]))
-        groups = groups or [({}, [])]
+        groups = self.grouped(params, tensors)
         # A group of one's own options overrides the options for all, as torch's param_groups do.
         # Those of torch look at tensors in a step alone, and are built faster without.
         made = [
