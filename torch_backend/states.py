@@ -6,7 +6,7 @@ alike.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from typing import Any
@@ -89,7 +89,8 @@ def _added(
         factor = 1  # no float: sums of integers may be among these
     if not factor:  # adds nothing, not even a NaN
         return [*map(torch.zeros_like, before)] if is_first else before
-    if is_first and [*map(DTYPE, values)] == [*map(DTYPE, before)]:
+    is_alike = [*map(DTYPE, values)] == [*map(DTYPE, before)]
+    if is_first and is_alike and not before[0].is_cpu:
         # On a device it is one kernel, where adding to zeros without memory is one for each.
         return torch._foreach_mul(values, factor)
     if donate:
@@ -157,41 +158,43 @@ def scaled(leaves: Sequence[Array], factor: Scalar, donate: bool) -> list[Array]
         separate = without_overlap(leaves) if donate else [*leaves]
         places = [index for index, leaf in enumerate(separate) if leaf is not None]
         shards = local_tensors([separate[index] for index in places])
-        products: Sequence[Any] = shards
-        if isinstance(factor, torch.Tensor):  # of the device of each leaf, and under vmap
-            multiply = torch.Tensor.mul_ if donate else torch.mul
-            products = [multiply(leaf, arrays.cast(factor, leaf.dtype, leaf)) for leaf in shards]
-        elif donate and shards:
-            torch._foreach_mul_(shards, factor)
+        by: Any = factor
+        if isinstance(factor, torch.Tensor):
+            by = [arrays.cast(factor, shard.dtype, shard) for shard in shards]
+        if donate and shards:
+            torch._foreach_mul_(shards, by)
         elif shards:
-            products = torch._foreach_mul(shards, factor)
-        for index, product in zip(places, products, strict=True):
-            if not donate:
+            for index, product in zip(places, torch._foreach_mul(shards, by), strict=True):
                 separate[index] = as_dtensor(product, separate[index])
         return separate
 
 
 def emptied(window: Accumulation) -> list[Reduced]:
     """The accumulators of an empty window like this one."""
-    zero, empty = cache(partial(torch.zeros, ())), [*window.accumulators]
+    # Sums take no memory before their first value.
+    empty = zeros_like(window.accumulators, views=True)
     for index, fold in enumerate(window.outputs.folds):
-        if fold is not None and fold.adds and type(empty[index]) is torch.Tensor:
-            # Sums take no memory before their first value.
-            empty[index] = zeros_of(zero, empty[index], empty[index].dtype)
-        elif fold is not None:
-            empty[index] = fold.fold.reducer.monoid.identity(torch, empty[index])
+        if fold is not None and not (fold.adds and isinstance(empty[index], torch.Tensor)):
+            empty[index] = fold.fold.reducer.monoid.identity(torch, window.accumulators[index])
     return empty
 
 
-def zeros_of(
-    zero: Callable[..., torch.Tensor] | None, like: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
-    """Zeros in the shape of a tensor. With `zero`, which makes the 0 of a dtype and device, they
-    are views of that one, so that nobody can write to them.
+def zeros_like(
+    leaves: Sequence[Any], dtypes: Mapping[torch.dtype, torch.dtype] | None = None, *, views: bool
+) -> list[Any]:
+    """Zeros in the shapes of tensors, where `dtypes` names another in that dtype; all else as it
+    is. With `views` those of a dtype and device are views of a single 0, so that nobody can write
+    to them.
     """
-    if zero is not None and type(like) in PLAIN and like.numel() > 1:
-        return zero(dtype=dtype, device=like.device).expand(like.shape)
-    return torch.zeros_like(like, dtype=dtype, requires_grad=False)
+    zero, zeros = cache(partial(torch.zeros, ())), [*leaves]
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor):
+            dtype = (dtypes or {}).get(leaf.dtype, leaf.dtype)
+            if views and type(leaf) in PLAIN and leaf.numel() > 1:
+                zeros[index] = zero(dtype=dtype, device=leaf.device).expand(leaf.shape)
+            else:
+                zeros[index] = torch.zeros_like(leaf, dtype=dtype, requires_grad=False)
+    return zeros
 
 
 # -- over replicas

@@ -1,7 +1,6 @@
 """What `multi_steps` needs of this framework: its conditional, and the params of an update."""
 
 from collections.abc import Callable
-from functools import cache, partial
 
 import torch
 
@@ -10,7 +9,7 @@ from torch_backend import arrays, trees
 from torch_backend.arrays import without_overlap
 from torch_backend.dtensor import local
 from torch_backend.parameters import apply_updates, matched, summed
-from torch_backend.states import zeros_of
+from torch_backend.states import zeros_like
 
 # The dtypes of less than 32 bits, and those that an update has in their place.
 _WIDE = {
@@ -95,11 +94,5 @@ def when(
     if predicate:
         return *emit(state, operands), True
     leaves, structure = trees.flatten(like)
-    zero = cache(partial(torch.zeros, ())) if donate else None
-    nothing = [
-        zeros_of(zero, leaf, _WIDE.get(leaf.dtype, leaf.dtype))
-        if isinstance(leaf, torch.Tensor)
-        else leaf
-        for leaf in leaves
-    ]
+    nothing = zeros_like(leaves, _WIDE, views=donate)
     return trees.unflatten(structure, nothing), state, False
