@@ -8,7 +8,6 @@ alike.
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache, partial
 from typing import Any
 
 import torch
@@ -45,7 +44,8 @@ def add(
     steps = arrays.scalar(window.tally.steps)
     is_first = isinstance(steps, int) and steps == 1
     # Sums, and those that torch adds to, by the factor of what is added.
-    sums, groups = [*window.accumulators], defaultdict[Scalar, list[int]](list)
+    sums = [*window.accumulators]
+    groups: dict[Scalar, list[int]] = defaultdict(list)
     with torch.no_grad():
         for index, (fold, value, weight) in enumerate(rows):
             total, adds = sums[index], getattr(fold, "adds", None)
@@ -103,15 +103,14 @@ def _weighed(
     values: Sequence[torch.Tensor], sums: Sequence[torch.Tensor], weight: torch.Tensor
 ) -> list[torch.Tensor]:
     """The values times a weight on a device, in the dtypes of their sums."""
-
-    @cache
-    def on(device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        factor = weight.to(device, dtype)
-        return factor, factor != 0, torch.zeros_like(factor)
-
-    products = []
+    factors: dict[object, tuple[torch.Tensor, ...]] = {}
+    products: list[torch.Tensor] = []
     for value, total in zip(values, sums, strict=True):
-        factor, counts, zero = on(value.device, total.dtype)
+        kind = value.device, total.dtype
+        if kind not in factors:
+            factor = weight.to(*kind)
+            factors[kind] = factor, factor != 0, torch.zeros_like(factor)
+        factor, counts, zero = factors[kind]
         # `where` selects: of a weight of 0 not even a NaN is added.
         products.append(torch.where(counts, value.to(total.dtype) * factor, zero))
     return products
@@ -124,7 +123,7 @@ def finish(window: Accumulation, tallies: Sequence[Tally], donate: bool) -> list
     finished, pure = [*window.accumulators], arrays.in_transform()
     # Where the host knows the total weight, all means are divided in one kernel. The others are
     # normalised one by one.
-    groups = defaultdict[float, list[int]](list)
+    groups: dict[float, list[int]] = defaultdict(list)
     with torch.set_grad_enabled(pure and torch.is_grad_enabled()):
         for index, (fold, tally) in enumerate(zip(window.outputs.folds, tallies, strict=True)):
             if fold is None:
@@ -186,12 +185,16 @@ def zeros_like(
     is. With `views` those of a dtype and device are views of a single 0, so that nobody can write
     to them.
     """
-    zero, zeros = cache(partial(torch.zeros, ())), [*leaves]
+    zeros: list[Any] = [*leaves]
+    shared: dict[Any, torch.Tensor] = {}
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):
             dtype = (dtypes or {}).get(leaf.dtype, leaf.dtype)
             if views and type(leaf) in PLAIN and leaf.numel() > 1:
-                zeros[index] = zero(dtype=dtype, device=leaf.device).expand(leaf.shape)
+                kind = dtype, leaf.device
+                if kind not in shared:
+                    shared[kind] = torch.zeros((), dtype=dtype, device=leaf.device)
+                zeros[index] = shared[kind].expand(leaf.shape)
             else:
                 zeros[index] = torch.zeros_like(leaf, dtype=dtype, requires_grad=False)
     return zeros
