@@ -47,7 +47,7 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
         return summed(params, updates)
 
 
-PLAIN, DTYPE = {torch.Tensor, nn.Parameter}, operator.attrgetter("dtype")
+PLAIN, _DTYPE = {torch.Tensor, nn.Parameter}, operator.attrgetter("dtype")
 
 
 def summed(params: Tree, updates: Tree, in_place: bool = False) -> Tree:
@@ -64,7 +64,7 @@ def summed(params: Tree, updates: Tree, in_place: bool = False) -> Tree:
                 "tx.update(grads, state, params), of these params."
             )
     is_plain = {*map(type, leaves), *map(type, additions)} <= PLAIN
-    if leaves and is_plain and [*map(DTYPE, leaves)] == [*map(DTYPE, additions)]:
+    if leaves and is_plain and [*map(_DTYPE, leaves)] == [*map(_DTYPE, additions)]:
         # One launch, where there are any.
         if in_place:
             torch._foreach_add_(leaves, additions)

@@ -22,7 +22,7 @@ from torch_backend._private import pytree
 from torch_backend.arrays import without_overlap
 from torch_backend.dtensor import as_dtensor, local_tensors
 from torch_backend.loop import untraced
-from torch_backend.parameters import DTYPE, PLAIN
+from torch_backend.parameters import PLAIN
 from torch_backend.reduce import Reduction
 from torch_backend.reduce.telling import telling as telling_windows
 from torch_backend.replicas import Replicas, are_processes, replicas_of
@@ -89,7 +89,7 @@ def _added(
         factor = 1  # no float: sums of integers may be among these
     if not factor:  # adds nothing, not even a NaN
         return [*map(torch.zeros_like, before)] if is_first else before
-    is_alike = [*map(DTYPE, values)] == [*map(DTYPE, before)]
+    is_alike = [x.dtype for x in values] == [x.dtype for x in before]
     if is_first and is_alike and not before[0].is_cpu:
         # On a device it is one kernel, where adding to zeros without memory is one for each.
         return torch._foreach_mul(values, factor)
