@@ -23,16 +23,13 @@ class PrefixValue(NamedTuple):
     root: str
 
 
-class PrefixError(FuncgaError):
-    """A tree is no prefix of another one: they diverge at `path`."""
-
-    def __init__(self, what: str, path: str, prefix: Tree, tree: Tree, trees: Trees):
-        super().__init__(
-            f"{what}: at {path or 'its root'} it has {outline(prefix, trees)}, and there is "
-            f"{outline(tree, trees)}. Give one value for all that stands below, or a container "
-            "with the same keys."
-        )
-        self.path, self.prefix, self.tree = path, prefix, tree
+def _no_prefix(what: str, path: str, prefix: Tree, tree: Tree, trees: Trees) -> FuncgaError:
+    """The error for a tree that is no prefix of another one: they diverge at `path`."""
+    return FuncgaError(
+        f"{what}: at {path or 'its root'} it has {outline(prefix, trees)}, and there is "
+        f"{outline(tree, trees)}. Give one value for all that stands below, or a container "
+        "with the same keys."
+    )
 
 
 def outline(tree: Tree, trees: Trees) -> str:
@@ -129,7 +126,7 @@ def broadcast(
     children = trees.children(tree)
     matched = _branches(prefix, tree, children or [], trees)
     if children is None or matched is None or matched.keys() != {key for key, _ in children}:
-        raise PrefixError(what, path, prefix, tree, trees)
+        raise _no_prefix(what, path, prefix, tree, trees)
     values = []
     for key, child in children:
         values += broadcast(matched[key], child, is_value, trees, path + key, what)
@@ -158,18 +155,23 @@ def _branches(
     }
 
 
-def subtrees(tree: Tree, like: Tree, trees: Trees, path: str = "") -> list[Tree]:
+def subtrees(tree: Tree, like: Tree, trees: Trees, path: str) -> list[Tree]:
     """The subtrees of a tree at the leaves of another one, in their order.
 
-    Children are matched by key, so the order of a dict does not matter. Raises PrefixError where
-    they don't match.
+    Children are matched by key, so the order of a dict does not matter. Raises FuncgaError, with
+    the path, which begins with the tree's name, for keys that only one of the two has.
     """
     children = trees.children(like)
     if children is None:
         return [tree]
     branches = dict(trees.children(tree) or ())
-    if branches.keys() != {key for key, _ in children}:
-        raise PrefixError("the tree has another structure", path, like, tree, trees)
+    missing, new = paths_apart([key for key, _ in children], [*branches])
+    if missing or new:
+        raise FuncgaError(
+            f"`{path}` has another structure than it should: {PathError(missing, new)}. Give it "
+            "that of the parameters; of loss, grads = step(...) the gradients alone, with None "
+            "where there is none."
+        )
     return [
         below
         for key, child in children

@@ -26,7 +26,7 @@ from funcga.folds import Fold
 from funcga.tools.plan import private_in_torch
 from funcga.tools.plan.wrapped_in_torch import Held, Unwrapped, planned
 from torch_backend import _private, trees
-from torch_backend.dtensor import as_dtensor, is_dtensor, local_tensors
+from torch_backend.dtensor import as_dtensor, is_dtensor, local, local_tensors
 from torch_backend.modules import PureLoss
 from torch_backend.replicas import PLANNED, Channel
 from torch_backend.wrapped.gradient import ModuleGradient
@@ -263,7 +263,7 @@ class _Fakes:
             # A tensor that is computed is detached by `.data`, which asks nothing of its graph.
             return self.mode.from_tensor(leaf if is_parameter else leaf.data)
         if is_dtensor(leaf):
-            fake = as_dtensor(self.of_leaf(_private.local_tensor(leaf)), leaf)
+            fake = as_dtensor(self.of_leaf(local(leaf)), leaf)
         else:
             device = torch.get_default_device()
             with self.mode:
