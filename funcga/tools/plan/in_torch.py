@@ -38,11 +38,6 @@ def is_shape(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.device.type == "meta"
 
 
-def rows(program: Program, args: tuple[Tree, ...], backend: Backend) -> int:
-    """The number of rows of the arguments of a call."""
-    return program.read(args, backend).rows()
-
-
 def nbytes(tree: Tree) -> int:
     """The bytes of the arrays of a tree; shared memory is counted once."""
     return sum(_sizes(trees.flatten(tree)[0]).values())
@@ -60,9 +55,8 @@ def free_memory(tree: Tree) -> int | None:
     return min(free, default=None)
 
 
-def is_compiling() -> bool:
-    """Whether the call belongs to a program that is being compiled."""
-    return torch.compiler.is_compiling()
+is_compiling = torch.compiler.is_compiling
+"""Whether the call belongs to a program that is being compiled."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -106,9 +100,7 @@ def peak(
         params = _sizes(trees.flatten((whole, kwargs))[0])
         follower = _Follower({**params, **batch}, wrapper.held)
         args, n = _first(program, arguments, args, isinstance(owner, WrappedGradient))
-        step = window(
-            replace(program, n=n, microbatch_size=None, memory=Memory(program.memory.step))
-        )
+        step = window(replace(program, n=n, memory=Memory(program.memory.step)))
         try:
             with (
                 torch.random.fork_rng(devices=[]),
@@ -249,11 +241,8 @@ class _Fakes:
             self.made[id(leaf)] = leaf, fake
             # What others have set on a parameter they look for on its stand-in.
             for name, value in vars(leaf).items() if isinstance(leaf, torch.nn.Parameter) else ():
-                attribute = (
-                    [*map(self.of_leaf, value)]
-                    if type(value) in (list, tuple)
-                    else self.of_leaf(value)
-                )
+                is_list = type(value) in (list, tuple)
+                attribute = [*map(self.of_leaf, value)] if is_list else self.of_leaf(value)
                 vars(fake).setdefault(name, attribute)
         return self.made[id(leaf)][1]
 
@@ -281,11 +270,9 @@ class _Fakes:
         """
         before: dict[int, tuple[Any, Any]] = {}
         for attributes in map(vars, holders):
-            for table in (
-                attributes,
-                *[each for each in attributes.values() if isinstance(each, dict | list)],
-            ):
-                before[id(table)] = table, table.copy()
+            for table in (attributes, *attributes.values()):
+                if isinstance(table, dict | list):
+                    before[id(table)] = table, table.copy()
         try:
             for table, saved in before.values():
                 for key, value in saved.items() if isinstance(table, dict) else enumerate(saved):
