@@ -287,16 +287,11 @@ class _Fakes:
 
 @dataclass(eq=False)
 class _Block:
-    """Memory that was allocated: what for, when, and when it was freed.
-
-    `names` has the name that a wrapper has for it, if any; all blocks that a storage had in turn
-    share it.
-    """
+    """Memory that was allocated: what for, when, and when it was freed."""
 
     size: int
     kind: str
     born: int
-    names: list[str]
     died: float = math.inf
 
 
@@ -311,7 +306,8 @@ class _Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.known, self.held = known, held
         self.outside = {**known}  # the bytes of storages that are used, and were there before
-        self.live: dict[int, _Block] = {}  # the last block of every storage
+        # The blocks that every storage has had in turn: the last one is not freed yet.
+        self.live: dict[int, list[_Block]] = {}
         self.blocks: list[_Block] = []
         self.deltas: list[int] = []  # of every allocation, and of every end
         self.in_backward = False
@@ -353,43 +349,40 @@ class _Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _follow(self, storage: Any, size: int) -> None:
         """Notes the size of a storage that is new, or has another size than before."""
-        last, names = self.live.get(id(storage)), list[str]()
-        if last is None:
-            weakref.finalize(storage, self._ended, id(storage)).atexit = False
+        if id(storage) in self.live:
+            self._freed(self.live[id(storage)])
         else:
-            self._freed(last)
-            names = last.names
+            weakref.finalize(storage, self._ended, id(storage)).atexit = False
         kind = "gradients" if _private.graph_task() != -1 else "activations"
-        self.live[id(storage)] = block = _Block(size, kind, len(self.deltas), names)
+        block = _Block(size, kind, len(self.deltas))
+        self.live.setdefault(id(storage), []).append(block)
         self.blocks.append(block)
         self.deltas.append(size)
 
     def _ended(self, key: int) -> None:
         self._freed(self.live.pop(key))
 
-    def _freed(self, block: _Block) -> None:
-        block.died = len(self.deltas)
-        self.deltas.append(-block.size)
+    def _freed(self, blocks: list[_Block]) -> None:
+        blocks[-1].died = len(self.deltas)
+        self.deltas.append(-blocks[-1].size)
 
     def _noted(self) -> None:
         """Notes what is held at the end of a backward pass: it is the sums and the results."""
-        for block in self.live.values():
-            block.kind = "sums"
-        for name, tensors in self.held().items():
-            for _, storage in _storages(tensors):
-                if id(storage) in self.live:
-                    self.live[id(storage)].names[:] = [name]
+        names = {id(s): name for name, each in self.held().items() for _, s in _storages(each)}
+        for key, blocks in self.live.items():
+            blocks[-1].kind = "sums"
+            for block in blocks if key in names else ():
+                block.kind = names[key]
 
     def at_peak(self) -> dict[str, int]:
         """The bytes of every kind when most are held."""
-        for block in self.live.values():
-            block.kind = "sums"
+        self._noted()
         totals = [*itertools.accumulate(self.deltas)]
         when = max(range(len(totals)), key=totals.__getitem__, default=0)
         bytes_of = dict.fromkeys(("sums", "activations", "gradients", *self.held()), 0)
         for block in self.blocks:
             if block.born <= when < block.died:
-                bytes_of[block.names[0] if block.names else block.kind] += block.size
+                bytes_of[block.kind] += block.size
         return bytes_of
 
     def used_besides(self) -> dict[int, int]:
