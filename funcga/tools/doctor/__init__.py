@@ -1,8 +1,9 @@
 """`watch`: a training loop of torch as it is, and how its windows weigh what they add up.
 
-- `loop_in_torch.py` sees what calls backward, clips, scales and steps, and looks at a few elements
-  of the gradients; `graph_in_torch.py` reads from the graph of a loss how it weighs its targets.
-- `ledger.py`: with which factor each micro-batch reaches the step.
+- `loop_in_torch.py` sees what calls backward, clips, scales and steps; `graph_in_torch.py` reads
+  from the graph of a loss how it weighs its targets.
+- `ledger_in_torch.py`: with which factor each micro-batch reaches the step, from looks at a few
+  elements of the gradients.
 - `causes.py`: what is wrong; texts are in `causes.toml`.
 
 The package can be removed. It uses `Cause` of `verify` and the tables of reports.

@@ -2,11 +2,10 @@
 
 Two sources, and nothing is computed a second time: the graph of each loss, read before `backward`
 frees it (`graph_in_torch`); and a sketch of `.grad`, some thousand elements, looked at before and
-after each event (`ledger`).
+after each event (`ledger_in_torch`).
 """
 
 import gc
-import math
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
@@ -24,79 +23,11 @@ from torch.optim.optimizer import (
 
 from funcga.errors import FuncgaError, listed
 from funcga.tools.doctor.graph_in_torch import read
-from funcga.tools.doctor.ledger import Look, settle
+from funcga.tools.doctor.ledger_in_torch import Ledger
 from funcga.tools.doctor.windows import Finding, MicroBatch, Term, Window
 from torch_backend import _private
-from torch_backend.dtensor import local
-
-ELEMENTS, PARAMETERS = 4096, 16  # of a sketch at most, and how many parameters they are of
-
 
 Watcher = Callable[..., Any] | None
-
-
-class Ledger:
-    """What the gradients of an optimizer went through since its last step.
-
-    It looks at some of their elements, and keeps how these differ from the look before.
-    """
-
-    def __init__(self, optimizer: Optimizer, number: int) -> None:
-        self.optimizer, self.number = optimizer, number
-        self.unknown = ""
-        self.looks: list[Look] = []
-        self.begin()
-        # What gradients hold by now is of nothing that was seen.
-        self.last = torch.zeros_like(self.sketch())
-
-    def begin(self) -> None:
-        """Looks at what gradients hold before the first backward of a window."""
-        groups = self.optimizer.param_groups
-        params = [param for group in groups for param in group["params"] if param.requires_grad]
-        self.params = params[:: math.ceil(len(params) / PARAMETERS) or 1]
-        # A sharded module may keep gradients elsewhere until it reduces them.
-        self.is_sharded = any(local(param) is not param for param in self.params)
-        self.last, self.versions = self.sketch(), self.version()
-
-    def version(self) -> list[tuple[int, int]]:
-        """Of each gradient; another one when it was written to."""
-        grads = [param.grad for param in self.params]
-        return [(id(grad), 0 if grad is None else grad._version) for grad in grads]
-
-    def sketch(self) -> torch.Tensor:
-        """Elements of the gradients; 0 where there is no gradient."""
-        parts = [_elements(param, ELEMENTS // len(self.params)) for param in self.params]
-        parts = [part.to(parts[0].device, non_blocking=True) for part in parts]
-        return torch.cat(parts or [torch.zeros(1, device="cpu")]).float()
-
-    def look(self, kind: str, micro_batch: MicroBatch | None = None) -> None:
-        """Compares the gradients with what they were at the last look."""
-        now, versions = self.sketch(), self.version()
-        is_new = versions != self.versions or self.is_sharded
-        last = self.last
-        change = torch.stack([last @ last, last @ now, now @ now])
-        self.looks.append(Look(kind, micro_batch, is_new, change))
-        self.last, self.versions = now, versions
-
-    def settle(self, window: Window, scale: float) -> None:
-        """Writes into the window what became of its micro-batches, and begins the next."""
-        changes = torch.stack([look.change for look in self.looks]).tolist()
-        settle(window, self.looks, changes, scale)
-        # A factor is known as exactly as gradients are rounded.
-        if window.by_hand != 1:
-            window.precision = max(torch.finfo(param.dtype).eps for param in self.params)
-        window.unknown = self.unknown or window.unknown
-        self.looks, self.unknown = [], ""
-
-
-def _elements(param: torch.Tensor, most: int) -> torch.Tensor:
-    count = min(most, local(param).numel())
-    grad = None if param.grad is None else local(param.grad.detach())
-    # Only what has a view without axes: a copy would be as large as the parameter.
-    if grad is None or grad.layout != torch.strided or not grad.is_contiguous():
-        return torch.zeros(count, dtype=param.dtype, device=param.device)
-    flat: torch.Tensor = grad.view(-1)
-    return flat[:: max(1, len(flat) // max(1, count))][:count]
 
 
 class Loop:
@@ -130,7 +61,7 @@ class Loop:
         """Begins to watch."""
         scaler = torch.amp.grad_scaler.GradScaler
         before, clipped = (
-            lambda *_, kind=kind, **__: self._look(kind) for kind in ("before", "clip")
+            lambda *_, event=event, **__: self._look(event) for event in ("before", "clip")
         )
         for owner, name, first, then in (
             (Optimizer, "__init__", None, lambda made, *_, **__: self._find_optimizers([made])),
@@ -199,9 +130,9 @@ class Loop:
 
     # --- what a loop does
 
-    def _look(self, kind: str, micro_batch: MicroBatch | None = None) -> None:
+    def _look(self, event: MicroBatch | str) -> None:
         for ledger in self._ledgers.values():
-            ledger.look(kind, micro_batch)
+            ledger.look(event)
 
     def _before_backward(self, tensors: Any, gradient: Any = None, *_: Any, **__: Any) -> None:
         # A checkpoint may call backward inside of one.
@@ -216,7 +147,7 @@ class Loop:
 
     def _after_backward(self, *_: Any, **__: Any) -> None:
         if _private.graph_task() < 0:
-            self._look("backward", self._micro_batch)
+            self._look(self._micro_batch)
 
     def _before_forward(self, module: Any, *_: Any, **__: Any) -> None:
         self._is_reduced = module.require_backward_grad_sync
@@ -280,8 +211,7 @@ class Loop:
             self.quietly(_merge, window, everyone)
 
     def _see_step(self, optimizer: Optimizer) -> Window | None:
-        if self._ledger(optimizer) is None:
-            self._find_optimizers([optimizer])
+        self._find_optimizers([optimizer])
         if (ledger := self._ledger(optimizer)) is None:
             return None  # one of another model
         ledger.optimizer = optimizer  # another one may be around it

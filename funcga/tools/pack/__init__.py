@@ -117,7 +117,7 @@ def _number(value: Any) -> float:
         return operator.index(value)
     except TypeError:
         number = float(value)
-    return int(number) if number == number // 1 < math.inf else number
+    return int(number) if number.is_integer() else number
 
 
 def _cost(row: int, length: SupportsIndex, cost: Callable[[int], SupportsFloat] | None) -> float:

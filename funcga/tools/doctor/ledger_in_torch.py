@@ -1,0 +1,140 @@
+"""With which factor a micro-batch reaches a step, from looks at some elements of the gradients."""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch.optim import Optimizer
+
+from funcga.tools.doctor.windows import Finding, MicroBatch, Window
+from torch_backend.dtensor import local
+
+ELEMENTS, PARAMETERS = 4096, 16  # of a sketch at most, and how many parameters they are of
+
+
+class Look(NamedTuple):
+    """A look at the gradients: after the backward of a micro-batch, after a "clip", or "before"
+    either or a step.
+
+    is_new: whether a gradient was written to since the look before.
+    change: three numbers, perhaps on a device: the products of some elements with themselves in the
+        look before, with those in this one, and of these with themselves.
+    """
+
+    event: MicroBatch | str
+    is_new: bool
+    change: torch.Tensor
+
+
+class Ledger:
+    """What the gradients of an optimizer went through since its last step.
+
+    It looks at some of their elements, and keeps how these differ from the look before.
+    """
+
+    def __init__(self, optimizer: Optimizer, number: int) -> None:
+        self.optimizer, self.number = optimizer, number
+        self.unknown = ""
+        self.looks: list[Look] = []
+        self.begin()
+        # What gradients hold by now is of nothing that was seen.
+        self.last = torch.zeros_like(self.sketch())
+
+    def begin(self) -> None:
+        """Looks at what gradients hold before the first backward of a window."""
+        groups = self.optimizer.param_groups
+        params = [param for group in groups for param in group["params"] if param.requires_grad]
+        self.params = params[:: math.ceil(len(params) / PARAMETERS) or 1]
+        # A sharded module may keep gradients elsewhere until it reduces them.
+        self.is_sharded = any(local(param) is not param for param in self.params)
+        self.last, self.versions = self.sketch(), self.version()
+
+    def version(self) -> list[tuple[int, int]]:
+        """Of each gradient; another one when it was written to."""
+        grads = [param.grad for param in self.params]
+        return [(id(grad), 0 if grad is None else grad._version) for grad in grads]
+
+    def sketch(self) -> torch.Tensor:
+        """Elements of the gradients; 0 where there is no gradient."""
+        parts = [_elements(param, ELEMENTS // len(self.params)) for param in self.params]
+        parts = [part.to(parts[0].device, non_blocking=True) for part in parts]
+        return torch.cat(parts or [torch.zeros(1, device="cpu")]).float()
+
+    def look(self, event: MicroBatch | str) -> None:
+        """Compares the gradients with what they were at the last look."""
+        now, versions, last = self.sketch(), self.version(), self.last
+        is_new = versions != self.versions or self.is_sharded
+        change = torch.stack([last @ last, last @ now, now @ now])
+        self.looks.append(Look(event, is_new, change))
+        self.last, self.versions = now, versions
+
+    def settle(self, window: Window, scale: float) -> None:
+        """Follows the gradient of each micro-batch to the step, writes that into the window, and
+        begins the next. `scale`: the factor of the GradScaler; 0 if there is none.
+        """
+        changes = torch.stack([look.change for look in self.looks]).tolist()
+        is_old = changes[0][0] > 0
+        clips: list[float] = []
+        for look, change in zip(self.looks, changes, strict=True):
+            factor, now = _factor(*change), change[2]
+            if not math.isfinite(now):
+                window.unknown = "gradients are not finite"
+            if look.event == "clip":
+                if window.by_hand * scale > 1.5 and not window.unknown:
+                    window.findings.append(Finding("clipped before unscaling"))
+                clips += [factor] * (factor != 1)
+            elif not isinstance(look.event, MicroBatch):
+                _apply(window, factor, is_empty=now == 0)
+                is_old = is_old and now > 0
+            elif look.is_new:
+                if clips:
+                    window.findings.append(
+                        Finding("clipped inside the window", {"factor": clips[0]})
+                    )
+                    window.scale(math.prod(clips))
+                clips, window.by_hand = [], 1.0
+                window.parts.append((look.event, 1.0))
+        if window.is_step and is_old:
+            window.findings.append(Finding("left over"))
+        if window.is_step and window.by_hand * scale > 1.5:
+            window.findings.append(Finding("never unscaled", {"factor": scale}))
+        # A factor is known as exactly as gradients are rounded.
+        if window.by_hand != 1:
+            window.precision = max(torch.finfo(param.dtype).eps for param in self.params)
+        window.unknown = self.unknown or window.unknown
+        self.looks, self.unknown = [], ""
+
+
+def _elements(param: torch.Tensor, most: int) -> torch.Tensor:
+    count = min(most, local(param).numel())
+    grad = None if param.grad is None else local(param.grad.detach())
+    # Only what has a view without axes: a copy would be as large as the parameter.
+    if grad is None or grad.layout != torch.strided or not grad.is_contiguous():
+        return torch.zeros(count, dtype=param.dtype, device=param.device)
+    flat: torch.Tensor = grad.view(-1)
+    return flat[:: max(1, len(flat) // max(1, count))][:count]
+
+
+def _factor(before: float, both: float, now: float) -> float:
+    """What gradients were multiplied by; NaN if that is no factor, or if they were 0."""
+    if before == both == now:
+        return 1.0
+    if now == 0:
+        return 0.0
+    if before == 0 or not math.isfinite(now):
+        return math.nan
+    # The part of them that is no multiple of what they were; 16 bits round it.
+    rest = 1 - both * both / (before * now)
+    return both / before if rest < 1e-4 else math.nan
+
+
+def _apply(window: Window, factor: float, is_empty: bool) -> None:
+    """What somebody has done to the gradients between two events."""
+    if is_empty and window.unknown:
+        # They were seen to be wrong, and erased: somebody tries again.
+        window.parts, window.unknown = [], ""
+    elif math.isnan(factor):
+        window.unknown = window.unknown or "gradients change between backward and step"
+    else:
+        window.scale(factor)
+        window.by_hand *= factor
