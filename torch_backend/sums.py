@@ -16,7 +16,7 @@ import torch
 from funcga._fold import LeafFold, Tally, largest
 from funcga._fold.outputs import Outputs
 from funcga._types import Scalar, Tree
-from torch_backend import arrays, trees
+from torch_backend import arrays
 from torch_backend.dtensor import as_dtensor, local, local_tensors, redistributed, without_partials
 
 
@@ -270,6 +270,10 @@ class Sums:
 
     def result(self) -> Tree:
         """The normalised result, in the structure of the output. The sums are empty afterwards."""
+        return self.folding.outputs.structure_of(self.leaves())
+
+    def leaves(self) -> list[Any]:
+        """The leaves of the normalised result. The sums are empty afterwards."""
         folding, outputs = self.folding, self.folding.outputs
         of, self.of = self.of, defaultdict(NoneType)
         results = [of[index] for index in range(len(outputs.folds))]
@@ -291,7 +295,7 @@ class Sums:
             results[index] = torch.cat(rows, dim=fold.axis or 0).to(fold.result_dtype)
         for index, leaf in zip(outputs.threads, self.state, strict=True):
             results[index] = leaf
-        return trees.unflatten(outputs.structure, results)
+        return results
 
     @property
     def tally(self) -> Tally:

@@ -27,7 +27,6 @@ from funcga._types import Across, Array, Scalar, Tree
 from funcga.errors import FuncgaError
 from funcga.folds import mean
 from torch_backend import _private, arrays, trees
-from torch_backend.dtensor import local_tensors
 from torch_backend.engine.alone import value_of
 from torch_backend.engine.distributed import with_a_blank_row
 from torch_backend.engine.guards.grads import gradients_aside
@@ -135,7 +134,8 @@ class WrappedWindow(Window):
             if self.wrapper.sync != "every":
                 self.waiting.enter_context(self.wrapper.waiting())
             if self.program.skip is not None:
-                self.statistics_before = buffers_of(self.module)
+                tool = self.program.skip.in_torch
+                self.before = tool.snapshot(self.module, self.arguments.state)
             self.push(stack.pop_all())
         return self
 
@@ -163,7 +163,7 @@ class WrappedWindow(Window):
         sums = super()._bind(loss, aux, moving)
         folding = sums.folding
         if skip is not None:
-            sums = skip.in_torch.SkippingSums(skip, folding)
+            self.tested = skip.tested(folding.outputs)
         folds: list[Any] = [folding.outputs.folds[index] for index in folding.grads]
         if folding is not known:
             self._check(folds)
@@ -413,17 +413,17 @@ class WrappedWindow(Window):
         """The normalised result, in the structure of grad_fn's output, the same on every
         replica.
         """
-        sums: Any = self.sums
-        may_skip = self.program.skip is not None
+        sums, skip = self.sums, self.program.skip
+        assert sums is not None
         with torch.no_grad():
             self.take_gradients()
-            if may_skip:
-                sums.look_at(local_tensors([sums.of[index] for index in sums.folding.grads]))
+            if skip is not None:
+                sums.rejected = skip.in_torch.rejected(sums, self.tested)
             # The wrapper has merged the gradients already.
             for merge in self.merges:
                 merge.merge()
-            if may_skip:
-                sums.put_back_if_rejected(self.statistics_before)
-            elif not sums.steps:
+            if skip is not None:
+                return skip.in_torch.result_of(sums, self.before)
+            if not sums.steps:
                 raise nothing_to_fold()
             return sums.result()
