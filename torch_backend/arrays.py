@@ -292,20 +292,20 @@ def represents_exactly(dtype: torch.dtype, number: float) -> bool:
     return torch.tensor(number, dtype=dtype, device="cpu").item() == number
 
 
-def are_alone(gradients: Sequence[torch.Tensor]) -> list[bool]:
-    """For each gradient, True if it is the only owner of its memory, which has exactly its size."""
-    if {*map(type, gradients)} - {torch.Tensor}:
-        gradients = local_tensors(gradients)
-    storages = [*map(torch.Tensor.untyped_storage, gradients)]
+def in_own_memory(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The gradients; in the place of one whose memory has other owners, or other sizes, a copy."""
+    held = gradients if {*map(type, gradients)} <= {torch.Tensor} else local_tensors(gradients)
+    storages = [*map(torch.Tensor.untyped_storage, held)]
     # Two references to the memory are expected: that of the gradient, and the one in `storages`.
     # Memory that is not torch's own, such as a NumPy array's, cannot be resized. Its owner does not
     # count as a reference.
     return [
-        count == 2 and held == needed and resizable
-        for count, held, needed, resizable in zip(
+        gradient if count == 2 and size == needed and resizable else gradient.clone()
+        for gradient, count, size, needed, resizable in zip(
+            gradients,
             map(_private.use_count, map(_CDATA, storages)),
             map(torch.UntypedStorage.nbytes, storages),
-            map(_NBYTES, gradients),
+            map(_NBYTES, held),
             map(torch.UntypedStorage.resizable, storages),
             strict=True,
         )

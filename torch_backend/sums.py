@@ -192,9 +192,8 @@ class Sums:
             if share:  # a weight of 0 adds nothing, not even a NaN
                 before.add_(loss, alpha=share)
         else:
-            dtype = self.folding.folds[index].accumulator_dtype
-            begun = loss.to(dtype, copy=True)
-            self.of[index] = begun if share == 1 else begun.mul_(share) if share else begun.zero_()
+            first = loss.to(self.folding.folds[index].accumulator_dtype)
+            self.of[index] = first.mul(share) if share else torch.zeros_like(first)
         self.total, self.steps = self.total + weight, self.steps + 1
 
     def add(self, values: Mapping[int, Any], weight: Scalar) -> None:

@@ -74,7 +74,7 @@ class Alone(Window):
             is_alone = evaluations() == before
             self.unreached = bound.is_unreached(self, objective, (), 1.0, is_alone)
         self.backward(objective, 1.0, ())
-        self.value = loss.detach().clone(), trees.detached(aux, True)
+        self.value = loss.clone(), trees.detached(aux, True)
 
     def result(self) -> Tree:
         """The value and the gradients, in memory of their own; zeros where none has come."""
@@ -84,8 +84,7 @@ class Alone(Window):
             for leaf, grad in zip(self.inputs, map(_GRAD, self.inputs), strict=True)
         ]
         if {*map(type, grads)} <= {torch.Tensor} and {*map(_LAYOUT, grads)} <= {torch.strided}:
-            alone = zip(grads, arrays.are_alone(grads), strict=True)
-            grads = [grad if own else grad.clone() for grad, own in alone]
+            grads = arrays.in_own_memory(grads)
         else:
             grads = [*map(without_partials, grads, self.inputs)]
         each = iter(grads)

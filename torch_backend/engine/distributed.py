@@ -5,7 +5,7 @@ A parameter that is a DTensor has gradients that are Partial sums. Autograd adds
 and each is reduced once, at the end of the window.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Self
 
@@ -50,8 +50,8 @@ class Distributed(Window):
             return self.plan.takes_weights and not self.hooked and is_exact
         return seed != 0 and super()._takes(seed, dtype)
 
-    def _bind(self, loss: torch.Tensor, aux: Tree, moving: Sequence[torch.Tensor]) -> Sums:
-        sums = super()._bind(loss, aux, moving)
+    def _bind(self, loss: torch.Tensor, aux: Tree) -> Sums:
+        sums = super()._bind(loss, aux)
         if self.merge is None:
             return sums
         if self.communicates:

@@ -121,13 +121,12 @@ def key_of(leaves: Sequence[Any], are_fixed: bool = False) -> tuple[object, ...]
     types = tuple(map(type, leaves))
     if not _DENSE.issuperset(types) or True in map(_IS_NESTED, leaves):
         return tuple(map(_kind, leaves))
-    records, hooked = tuple(map(_REQUIRES_GRAD, leaves)), list[int]()
+    records, hooks = tuple(map(_REQUIRES_GRAD, leaves)), list[object]()
     if True in records:
-        hooks = map(_private.has_hooks, leaves), map(_private.has_hooks_on_grad, leaves)
-        pairs = enumerate(zip(*hooks, strict=True))
-        hooked = [at for at, (on_leaf, on_grad) in pairs if on_leaf or on_grad]
+        hooks = [*map(_private.has_hooks, leaves), *map(_private.has_hooks_on_grad, leaves)]
+    hooked = tuple(map(bool, hooks)) if any(hooks) else ()
     dtypes, on_host = tuple(map(_DTYPE, leaves)), tuple(map(_IS_CPU, leaves))
-    key = types, records, tuple(hooked), dtypes, on_host
+    key = types, records, hooked, dtypes, on_host
     if are_fixed:
         return key
     shapes, layouts = tuple(map(_SHAPE, leaves)), tuple(map(_LAYOUT, leaves))

@@ -15,7 +15,6 @@ import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any, Self
 
@@ -78,6 +77,8 @@ class Window(ExitStack):
     even: tuple[float, float] | None = None
     hooked = False  # whether a leaf has hooks of the user's; set by `_bind`
     share: float | None = None  # of all micro-batches, in such a window; set by `_bind`
+    # What the last pass started from, and its type, dtype, device, value; set by `backward`.
+    cotangent: tuple[object, Any] = None, None
     writes = 0  # set after each pass: how much has been added to the `.grad`s
     begun = False  # whether each of the inputs has its sum as its `.grad`
     unreached = False  # whether a loss reached no leaf, though it should have
@@ -179,10 +180,11 @@ class Window(ExitStack):
             else:
                 part = part._replace(value=trees.detached(part.value, True))
             parts.append(part)
+        arguments = Arguments(tuple(parts), arguments.grad_fn, self.backend, arguments.state)
         if kwargs or self.gradient.scaled:
             kwargs = {name: trees.detached(value, True) for name, value in kwargs.items()}
             self.scale, kwargs = self.gradient.read_scale(kwargs, self.backend)
-        return replace(arguments, parts=tuple(parts)), kwargs
+        return arguments, kwargs
 
     # --- a micro-batch
 
@@ -207,17 +209,17 @@ class Window(ExitStack):
         self, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: float, last: bool = False
     ) -> None:
         """Folds one micro-batch in: the loss forwards, and backwards into the sums."""
-        moving = list[torch.Tensor]()
+        moving: list[torch.Tensor] = []
         if self.plan.moving:
             args, moving = self._with_leaves_of(args)
         gradients = 0 if self.gradient.reached else evaluations()
         loss, aux, objective = self.forward(args, kwargs)
-        if self.sums is None:
-            self.sums = self._bind(loss.detach(), aux, moving)
-        sums, folding = self.sums, self.sums.folding
         # Nothing was added since the last pass, unless loss_fn itself has called .backward().
         if ON and self._count_writes(moving) != self.writes:
             raise unchanged.grads_changed()
+        if self.sums is None:
+            self.sums = self._bind(loss, aux)
+        sums, folding = self.sums, self.sums.folding
         unit = sums.unit
         share: Any = sums.share(weight) if self.share is None else self.share
         if sums.unit != unit:  # the sums may have been brought to it, which is a write, too
@@ -227,9 +229,9 @@ class Window(ExitStack):
             self.unreached |= bound.is_unreached(self, objective, moving, weight, is_alone)
         seed = self._add_gradients(objective, weight, share, moving)
         if folding.loss_alone is not None and loss.dtype is self.plan.loss_dtype:
-            sums.add_loss(loss.detach(), folding.loss_alone, weight, share)
+            sums.add_loss(loss, folding.loss_alone, weight, share)
             return
-        values = self._rest(loss.detach(), aux, moving)
+        values = self._rest(loss, aux, moving)
         if self.watching is not None:
             values.update(self.watching.measures(values, weight, seed))
         sums.add(values, weight)
@@ -268,7 +270,7 @@ class Window(ExitStack):
     def forward(
         self, args: tuple[Tree, ...], kwargs: dict[str, Tree]
     ) -> tuple[torch.Tensor, Tree, torch.Tensor]:
-        """(the loss, its aux, the loss times its scale)."""
+        """(the loss as a number, its aux, the loss times its scale, with its graph)."""
         gradient = self.gradient
         with self.noted():
             # A module that is visited has the first argument, its parameters.
@@ -277,7 +279,8 @@ class Window(ExitStack):
         is_usual = type(loss) is torch.Tensor and not loss.ndim and loss.dtype.is_floating_point
         if gradient.has_aux or not is_usual:
             loss, aux = gradient.split(loss, self.backend)
-        return loss, aux, loss if self.scale is None else scaled_loss(loss, self.scale, arrays)
+        objective = loss if self.scale is None else scaled_loss(loss, self.scale, arrays)
+        return loss.detach(), aux, objective
 
     def backward(self, loss: torch.Tensor, seed: float, moving: Sequence[torch.Tensor]) -> None:
         """Adds the gradients of a loss, times the seed, to the `.grad`s of the leaves."""
@@ -290,7 +293,11 @@ class Window(ExitStack):
         if self.runs_whole or functions_alive():
             inputs, others = functions.restriction(self, loss, leaves)
         on_host = self.plan.on_host and loss.is_cpu
-        cotangent = torch.full_like(loss, seed, requires_grad=False)
+        # One tensor serves all passes from the same cotangent, unless somebody has written to it.
+        kind, (known, cotangent) = (type(loss), loss.dtype, loss.device, seed, 0), self.cotangent
+        if kind != known or kind[0] is not torch.Tensor or cotangent._version:
+            cotangent = torch.full_like(loss, seed, requires_grad=False)
+            self.cotangent = kind, cotangent
         watch, hooks, task = self.watch, _private.FORWARD_PRE_HOOKS, None
         try:
             if ON and watch is not None:
@@ -328,10 +335,8 @@ class Window(ExitStack):
 
     # --- what becomes of the output
 
-    def _bind(self, loss: torch.Tensor, aux: Tree, moving: Sequence[torch.Tensor]) -> Sums:
+    def _bind(self, loss: torch.Tensor, aux: Tree) -> Sums:
         """Makes room for the output, with the first loss."""
-        if self._count_writes(moving):
-            raise unchanged.grads_changed()
         plan = self.plan
         # Hooks that the loss itself has put on leaves are there for all micro-batches.
         self.hooked = any(map(_private.has_hooks, self.inputs))
@@ -361,8 +366,7 @@ class Window(ExitStack):
         if {*map(_LAYOUT, firsts)} - {torch.strided}:
             firsts = [*map(arrays.strided, firsts)]
         # Later gradients are added in place, so nobody else may hold this memory.
-        for at, first, alone in zip(new, firsts, arrays.are_alone(firsts), strict=True):
-            total = first if alone else first.clone()
+        for at, total in zip(new, arrays.in_own_memory(firsts), strict=True):
             if total is not grads[at]:
                 self.inputs[at].grad = total
             held[at] = self.sums.of[indices[at]] = total

@@ -30,11 +30,19 @@ def _entries(tables: Sequence[dict[str, Any]]) -> tuple[list[str], list[int], li
     return names, ids, [*map(len, tables)]
 
 
+def _space_of(layer: nn.Module) -> dict[str, Any]:
+    """The `__dict__` of a module, where its tables are; one of TorchScript has them elsewhere."""
+    space = vars(layer)
+    if PARTS in space:
+        return space
+    return {kind: getattr(layer, kind) for kind in (PARTS, PARAMETERS, BUFFERS)}
+
+
 class Parts:
     """A module and those inside, as they were when it was walked through.
 
-    `layers` are these modules, and `prefixes` stand before the names of their parameters. One that
-    is used in two places is there twice. `ids`: of those that have parameters or buffers. Others,
+    `spaces` are the `__dict__`s of these modules, and `prefixes` stand before the names of their
+    parameters. One that is used in two places is there twice. `ids`: of those that have parameters or buffers. Others,
     such as an activation, may be in any number of modules.
     """
 
@@ -42,14 +50,14 @@ class Parts:
         named = [*module.named_modules(remove_duplicate=False)]
         self.module = module
         self.prefixes = [f"{name}." if name else "" for name, _ in named]
-        self.layers = [layer for _, layer in named]
+        self.spaces = [_space_of(layer) for _, layer in named]
         self.inside = _entries(self.tables(PARTS))
-        states = zip(self.layers, self.tables(PARAMETERS), self.tables(BUFFERS), strict=True)
-        self.ids = [id(layer) for layer, parameters, buffers in states if parameters or buffers]
+        states = zip(named, self.tables(PARAMETERS), self.tables(BUFFERS), strict=True)
+        self.ids = [id(part) for (_, part), parameters, buffers in states if parameters or buffers]
 
-    def tables(self, kind: str) -> list[dict[str, Any]]:
-        """The tables of this kind that the parts have now."""
-        return [*map(operator.attrgetter(kind), self.layers)]
+    def tables(self, *kinds: str) -> list[dict[str, Any]]:
+        """The tables of these kinds that the parts have now."""
+        return [*chain(*[map(operator.itemgetter(kind), self.spaces) for kind in kinds])]
 
     def named(self, tables: Sequence[Table]) -> dict[str, torch.Tensor]:
         """The tensors in these tables, one for each part, by their names in the module."""
@@ -88,16 +96,19 @@ class Walk:
         """`{name: parameter}` of those that require grad; the same dict for as long as they stay
         the same.
         """
-        parts, trained = self.through(module), self.trained
-        tables = parts.tables(PARAMETERS)
-        seen = parts, _entries(tables)
-        if trained is not None and trained[0] == seen:
-            _, params, require_grad, found = trained
-            if require_grad == [*map(_REQUIRES_GRAD, params)]:
+        if self.trained is not None:
+            parts, entries, params, require_grad, found = self.trained
+            # One look at both kinds of tables finds most modules as they were.
+            is_same = parts.module is module and entries == _entries(
+                parts.tables(PARTS, PARAMETERS)
+            )
+            if is_same and require_grad == [*map(_REQUIRES_GRAD, params)]:
                 return found  # type: ignore[no-any-return]
-        params = [p for p in chain.from_iterable(map(_VALUES, tables)) if p is not None]
+        parts = self.through(module)
+        entries = _entries(parts.tables(PARTS, PARAMETERS))
+        params = [*parts.named(parts.tables(PARAMETERS)).values()]
         require_grad, found = [*map(_REQUIRES_GRAD, params)], trainable(module)
-        self.trained = seen, params, require_grad, found
+        self.trained = parts, entries, params, require_grad, found
         return found
 
 

@@ -110,8 +110,7 @@ class Visit:
             raise
         # A part that is used in two places is here twice, so all tables are read before one is
         # exchanged. The module may have new tensors since the last time, and gets those back.
-        spaces = [layer.__dict__ for layer in self.parts.layers]
-        self.own = [(each, each[PARAMETERS], each[BUFFERS]) for each in spaces]
+        self.own = [(each, each[PARAMETERS], each[BUFFERS]) for each in self.parts.spaces]
         for (space, _, buffers), parameters in zip(self.own, self.tables, strict=True):
             space[PARAMETERS], space[BUFFERS] = parameters.copy(), buffers.copy()
         # Without buffers there is nothing to do around a micro-batch.

@@ -215,8 +215,8 @@ class DDP(Wrapper):
         # this window overwrites.
         views = [ddp for ddp in self.wrapped if ddp.gradient_as_bucket_view]
         for p in (p for ddp in views for p in ddp.module.parameters()):
-            if p.grad is not None and not arrays.are_alone([p.grad])[0]:
-                p.grad = p.grad.clone()
+            if p.grad is not None:
+                (p.grad,) = arrays.in_own_memory([p.grad])
         return super().window()
 
     @contextmanager

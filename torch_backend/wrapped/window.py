@@ -155,12 +155,12 @@ class WrappedWindow(Window):
     def _count_writes(self, moving: Sequence[torch.Tensor] = ()) -> int:
         return 0  # wrappers write to gradients in forward passes, too
 
-    def _bind(self, loss: torch.Tensor, aux: Tree, moving: Sequence[torch.Tensor]) -> Sums:
+    def _bind(self, loss: torch.Tensor, aux: Tree) -> Sums:
         """Makes room for the output, with the first loss. Raises FuncgaError for what cannot be
         folded.
         """
         known, skip = self.plan.folding, self.program.skip
-        sums = super()._bind(loss, aux, moving)
+        sums = super()._bind(loss, aux)
         folding = sums.folding
         if skip is not None:
             self.tested = skip.tested(folding.outputs)
@@ -363,7 +363,7 @@ class WrappedWindow(Window):
             self._begin_pass(True)
             with self.masked():
                 loss, aux, objective = self.forward(args, kwargs)
-                self.sums = self.sums or self._bind(loss.detach(), aux, ())
+                self.sums = self.sums or self._bind(loss, aux)
                 self.backward(objective, 0.0)
             if self.watching is not None:
                 self.watching.forget()
@@ -405,8 +405,7 @@ class WrappedWindow(Window):
             for p in self.inputs
         ]
         if not self.wrapper.fresh:
-            alone = zip(grads, arrays.are_alone(grads), strict=True)
-            grads = [grad if is_alone else grad.clone() for grad, is_alone in alone]
+            grads = arrays.in_own_memory(grads)
         self.sums.of.update(zip(self.sums.folding.grads, grads, strict=True))
 
     def result(self) -> Tree:

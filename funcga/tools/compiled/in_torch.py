@@ -269,7 +269,7 @@ class CompiledWindow(Window):
             return
         self.gradient.reached.add(True)
         if self.sums is None:
-            self.sums = self._bind(loss, None, ())
+            self.sums = self._bind(loss, None)
         sums, index = self.sums, self.sums.folding.loss_alone
         share = sums.share(weight)
         if index is not None and share is not None and loss.dtype is self.plan.loss_dtype:
@@ -345,9 +345,9 @@ class CompiledWindow(Window):
             self.step.is_refused, self.totals = True, None
             return None
 
-    def _bind(self, loss: torch.Tensor, aux: Tree, moving: Sequence[torch.Tensor]) -> Sums:
+    def _bind(self, loss: torch.Tensor, aux: Tree) -> Sums:
         if self.totals is None:
-            return super()._bind(loss, aux, moving)
+            return super()._bind(loss, aux)
         folding = bound.folding_of(self, loss, aux)
         sums = Sums(folding)
         for index, total in zip(folding.grads, self.totals, strict=True):

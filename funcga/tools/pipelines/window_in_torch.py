@@ -215,16 +215,16 @@ class ScheduledWindow(WrappedWindow):
         visible = trees.unflatten(structure, leaves)
         args = visible, microbatch.args[-1]
         with recording_loss():
-            loss, aux, *_ = self.forward(args, microbatch.kwargs)
+            loss, aux, objective = self.forward(args, microbatch.kwargs)
         # The loss of the first micro-batch may be computed once more than the others, to learn
         # shapes.
-        self.values[number] = loss.detach(), trees.detached(aux, recorded=True)
-        self.sums = self.sums or self._bind(loss.detach(), aux, ())
+        self.values[number] = loss, trees.detached(aux, recorded=True)
+        self.sums = self.sums or self._bind(loss, aux)
         weight = microbatch.weight
         seed = 0.0 if weight is None else self.seed_of(weight)
         if not seed:  # nothing of it counts, not even a NaN
             return _zero(output)
-        return loss.to(torch.promote_types(loss.dtype, torch.float32)).mul(seed)
+        return objective.to(torch.promote_types(loss.dtype, torch.float32)).mul(seed)
 
     def _values_of_all(self) -> Values:
         """The loss and aux of every micro-batch: those of the last stage are sent to all processes,
@@ -271,7 +271,7 @@ class ScheduledWindow(WrappedWindow):
         values = self._values_of_all()
         self.stages.end()
         self.arguments = Arguments((), self.owner, self.backend)
-        sums = self.sums or self._bind(*values[0], ())
+        sums = self.sums or self._bind(*values[0])
         with torch.no_grad():
             for (loss, aux), weight in zip(values, self.weights, strict=False):
                 sums.add(self._rest(loss, aux, ()), weight)
