@@ -273,8 +273,8 @@ REFUSED = [
     (lambda: funcga.accumulate(SCALED, 2)(W, X), f"loss_scale is None: {OF_A_SCALE}"),
     (
         lambda: funcga.multi_steps(funcga.transforms.loss_scaled(optax.sgd(1.0)), 2, drop="window"),
-        "drop is 'window', and the wrapped transform is a loss_scaled, which has to see what is not finite: its scale "
-        "would never back off, and no window be an update. Leave drop out: it skips such windows itself.",
+        "drop= was given together with scaled=True, and the loss_scaled that divides by the scale has to see what is not "
+        "finite, or the scale would never back off. Leave drop out: loss_scaled skips such updates itself.",
     ),
     (
         lambda: torch_backend.chain(torch_backend.clip_grad_norm(1.0), transform(1.0)),

@@ -159,11 +159,8 @@ class WrappedWindow(Window):
         """Makes room for the output, with the first loss. Raises FuncgaError for what cannot be
         folded.
         """
-        known, skip = self.plan.folding, self.program.skip
-        sums = super()._bind(loss, aux)
+        known, sums = self.plan.folding, super()._bind(loss, aux)
         folding = sums.folding
-        if skip is not None:
-            self.tested = skip.tested(folding.outputs)
         folds: list[Any] = [folding.outputs.folds[index] for index in folding.grads]
         if folding is not known:
             self._check(folds)
@@ -417,7 +414,7 @@ class WrappedWindow(Window):
         with torch.no_grad():
             self.take_gradients()
             if skip is not None:
-                sums.rejected = skip.in_torch.rejected(sums, self.tested)
+                sums.rejected = skip.in_torch.rejected(sums, skip)
             # The wrapper has merged the gradients already.
             for merge in self.merges:
                 merge.merge()

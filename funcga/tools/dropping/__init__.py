@@ -1,12 +1,12 @@
 """What is dropped of a window, by a test of its micro-batches: `drop=` and `drop_if=`."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from funcga._accumulate import DropTest
 from funcga._backend import Arrays, Backend
-from funcga._call import Memory, Program
+from funcga._call import Memory
 from funcga._fold import LeafFold, as_number
 from funcga._fold.accumulator import Accumulation
 from funcga._fold.outputs import Outputs
@@ -29,7 +29,7 @@ class Dropping:
 
     scope: str | None
     test: DropTest | None
-    part: Callable[[Tree], Tree] = _whole
+    part: Callable[[Tree], Tree]
 
     def __post_init__(self) -> None:
         if self.scope not in (None, "microbatch", "window"):
@@ -185,27 +185,11 @@ def selected(keep: Scalar, after: Tree, before: Tree, backend: Backend) -> Tree:
     return trees.unflatten(structure, [*map(select, chosen, otherwise)])
 
 
-def dropping(program: Program, drop: str | None, drop_if: DropTest | None) -> Program:
-    """The program that leaves micro-batches out, or a window."""
-    program.memory.options["drop="] = repr(drop)
-    if drop_if is not None:
-        program.memory.options["drop_if="] = "given"
-    part = getattr(program.grad_fn, "without_aux", _whole)
-    return replace(program, skip=Dropping(drop, drop_if, part))
-
-
-def dropping_updates(
-    scope: str | None, test: DropTest | None, scales: bool, memory: Memory
+def dropping(
+    drop: str | None, drop_if: DropTest | None, memory: Memory, function: object
 ) -> Dropping:
-    """What a `multi_steps` drops; `scales`: it wraps a loss_scaled. The options go into the memory,
-    as replicas compare them.
-    """
-    if scope is not None and scales:
-        raise FuncgaError(
-            f"drop is {scope!r}, and the wrapped transform is a loss_scaled, which has to see what "
-            "is not finite: its scale would never back off, and no window be an update. Leave drop "
-            "out: it skips such windows itself."
-        )
-    memory.options["drop="] = repr(scope)
-    memory.options["drop_if="] = "None" if test is None else "given"
-    return Dropping(scope, test)
+    """What a step of this gradient function drops, or a `multi_steps` of this transform."""
+    # Replicas compare the options.
+    memory.options["drop="] = repr(drop)
+    memory.options["drop_if="] = "None" if drop_if is None else "given"
+    return Dropping(drop, drop_if, getattr(function, "without_aux", _whole))

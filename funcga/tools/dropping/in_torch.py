@@ -16,7 +16,7 @@ from torch import nn
 from funcga._call import Program
 from funcga._types import Scalar, Tree
 from funcga.errors import FuncgaError
-from funcga.tools.dropping import selected
+from funcga.tools.dropping import Dropping, selected
 from funcga.tools.finite.in_torch import finite
 from torch_backend import _private, arrays, trees
 from torch_backend.dtensor import as_dtensor, local, local_tensors
@@ -71,10 +71,11 @@ def result_of(sums: Sums, before: Before) -> Tree:
     return outputs.structure_of(leaves)
 
 
-def rejected(sums: Sums, tested: Sequence[int]) -> Scalar:
-    """Whether one of the tested sums is not finite, as a count: for gradients that are in the sums
-    of a wrapper before anybody can look at them.
+def rejected(sums: Sums, dropping: Dropping) -> Scalar:
+    """Whether one of the sums that have to be finite is not, as a count: for gradients that are in
+    the sums of a wrapper before anybody can look at them.
     """
+    tested = dropping.tested(sums.folding.outputs)
     leaves, _ = trees.flatten([sums.of[index] for index in tested])
     return arrays.scalar((~finite(local_tensors(leaves))).to(torch.int64))
 
