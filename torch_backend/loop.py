@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from funcga._backend import Backend
 from funcga._call import Program
-from funcga._call.arguments import Arguments, groups, starts
+from funcga._call.arguments import Argument, Arguments, groups, starts
 from funcga._call.supported import MODULE
 from funcga._fold import weight_on_host
 from funcga._grad import GradientFunction
@@ -53,17 +53,13 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
             kwargs = begin(job, backend, args, kwargs)
         if plan is not None and plan.parts is not None:
             cuts, devices = plan.cuts, plan.devices
-            known = zip(plan.parts, args, flat, strict=True)
-            arguments = Arguments(
-                tuple(
-                    [
-                        part._replace(value=arg, leaves=each if part.axes else [])
-                        for part, arg, (each, _) in known
-                    ]
-                ),
-                job.grad_fn,
-                backend,
-            )
+            parts = [
+                Argument(arg, leaves if axes else [], axes, structure, in_axes)
+                for (_, _, axes, structure, in_axes), arg, (leaves, _) in zip(
+                    plan.parts, args, flat, strict=True
+                )
+            ]
+            arguments = Arguments(tuple(parts), job.grad_fn, backend)
         else:
             arguments, cuts, devices = cut(job, backend, args, source.may_be_short)
         weights: list[Any] = [size * devices for _, size in cuts]

@@ -17,15 +17,18 @@ from funcga._grad import GradientFunction
 from funcga._types import Tree
 from funcga.errors import FuncgaError
 from torch_backend import arrays, trees
-from torch_backend.modules.layers import Walk
+from torch_backend.modules.layers import Parts, Walk
 
 OWN = -1  # in place of the index of an argument: a module's own parameters
 
 
 class Own(NamedTuple):
-    """A module, its own parameters that are differentiated, and the walk that has found them."""
+    """A module, its parts, its own parameters that are differentiated, and the walk that has found
+    them.
+    """
 
     module: nn.Module
+    parts: Parts
     params: dict[str, nn.Parameter]
     walk: Walk
 

@@ -98,9 +98,7 @@ def call_key(
     *others: object,
 ) -> object:
     """The structure of a call with these arguments, and the parameters of a module, if any."""
-    own: object = None
-    if params is not None:
-        own = tuple(params), key_of([*params.values()], are_fixed=True)
+    own = None if params is None else (tuple(params), key_of([*params.values()], True))
     leaves = [leaf for each, _ in flat for leaf in each]
     structures = tuple([structure for _, structure in flat])
     # What is on around the call, that changes what it computes.
@@ -118,36 +116,26 @@ def key_of(leaves: Sequence[Any], are_fixed: bool = False) -> tuple[object, ...]
 
     `are_fixed`: of parameters of a module, which have no other shapes the next time.
     """
-    types = tuple(map(type, leaves))
-    if not _DENSE.issuperset(types) or True in map(_IS_NESTED, leaves):
-        return tuple(map(_kind, leaves))
-    records, hooks = tuple(map(_REQUIRES_GRAD, leaves)), list[object]()
+    types, tensors = tuple(map(type, leaves)), leaves
+    placements = shapes = tuple[object, ...]()
+    is_dense = _DENSE.issuperset(types)
+    if not is_dense:
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        placements = tuple([getattr(leaf, "placements", None) for leaf in tensors])  # of DTensors
+    records, hooks = tuple(map(_REQUIRES_GRAD, tensors)), list[object]()
     if True in records:
-        hooks = [*map(_private.has_hooks, leaves), *map(_private.has_hooks_on_grad, leaves)]
+        hooks = [*map(_private.has_hooks, tensors), *map(_private.has_hooks_on_grad, tensors)]
     hooked = tuple(map(bool, hooks)) if any(hooks) else ()
-    dtypes, on_host = tuple(map(_DTYPE, leaves)), tuple(map(_IS_CPU, leaves))
+    dtypes, on_host = tuple(map(_DTYPE, tensors)), tuple(map(_IS_CPU, tensors))
     key = types, records, hooked, dtypes, on_host
-    if are_fixed:
+    if are_fixed and is_dense:
         return key
-    shapes, layouts = tuple(map(_SHAPE, leaves)), tuple(map(_LAYOUT, leaves))
-    return *key, shapes, layouts, True in map(torch.is_inference, leaves)
-
-
-def _kind(leaf: Any) -> object:
-    if not isinstance(leaf, torch.Tensor):
-        return type(leaf)
-    shape = None if leaf.is_nested else leaf.shape
-    hooks = bool(_private.has_hooks(leaf)), bool(_private.has_hooks_on_grad(leaf))
-    return (
-        type(leaf),
-        getattr(leaf, "placements", None),  # of a DTensor
-        shape,
-        leaf.dtype,
-        leaf.layout,
-        leaf.requires_grad,
-        leaf.is_inference(),
-        hooks,
-    )
+    if True in map(_IS_NESTED, tensors):  # some have no shape
+        shapes = tuple([None if leaf.is_nested else leaf.shape for leaf in tensors])
+    else:
+        shapes = tuple(map(_SHAPE, tensors))
+    layouts = tuple(map(_LAYOUT, tensors))
+    return *key, shapes, layouts, placements, True in map(torch.is_inference, tensors)
 
 
 # --- making one

@@ -120,8 +120,7 @@ class Window(ExitStack):
                 put_hooks(leaves.originals, inputs)
             self.inputs, self.loss_fn = inputs, gradient.loss_fn
             if own is not None:
-                # That walk has just found the parameters.
-                stack.enter_context(gradients_aside(inputs, own.walk.parts.ids))
+                stack.enter_context(gradients_aside(inputs, own.parts.ids))
                 self.loss_fn = partial(gradient.loss_fn, own.module)
             elif isinstance(gradient.loss_fn, PureLoss) and 0 not in plan.moving:
                 named: Any = leaves.trees.get(0, parts[0].value)

@@ -22,42 +22,42 @@ _KEYS, _VALUES = map(operator.methodcaller, ("keys", "values"))
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 
 
-def _entries(tables: Sequence[dict[str, Any]]) -> tuple[list[str], list[int], list[int]]:
-    """The names in these tables, the ids of what they name, and how many each table has."""
-    filled = [*filter(len, tables)]  # most have none
-    names = [*chain.from_iterable(map(_KEYS, filled))]
-    ids = [*map(id, chain.from_iterable(map(_VALUES, filled)))]
-    return names, ids, [*map(len, tables)]
-
-
-def _space_of(layer: nn.Module) -> dict[str, Any]:
-    """The `__dict__` of a module, where its tables are; one of TorchScript has them elsewhere."""
-    space = vars(layer)
-    if PARTS in space:
-        return space
-    return {kind: getattr(layer, kind) for kind in (PARTS, PARAMETERS, BUFFERS)}
-
-
 class Parts:
-    """A module and those inside, as they were when it was walked through.
+    """A module, those inside and their parameters, as they were when it was walked through.
 
     `spaces` are the `__dict__`s of these modules, and `prefixes` stand before the names of their
-    parameters. One that is used in two places is there twice. `ids`: of those that have parameters or buffers. Others,
-    such as an activation, may be in any number of modules.
+    parameters. One that is used in two places is there twice. `params`: each parameter by its names
+    in the module. `ids`: of the modules that have parameters or buffers. Others, such as an
+    activation, may be in any number of modules.
     """
 
     def __init__(self, module: nn.Module):
         named = [*module.named_modules(remove_duplicate=False)]
         self.module = module
         self.prefixes = [f"{name}." if name else "" for name, _ in named]
-        self.spaces = [_space_of(layer) for _, layer in named]
-        self.inside = _entries(self.tables(PARTS))
-        states = zip(named, self.tables(PARAMETERS), self.tables(BUFFERS), strict=True)
-        self.ids = [id(part) for (_, part), parameters, buffers in states if parameters or buffers]
+        self.layers = [layer for _, layer in named]  # while these live no other has their ids
+        self.spaces = [*map(_space_of, self.layers)]
+        states = zip(self.layers, self.tables(PARAMETERS), self.tables(BUFFERS), strict=True)
+        self.ids = [id(layer) for layer, parameters, buffers in states if parameters or buffers]
+        self.params = self.named(self.tables(PARAMETERS))
+        self.seen = self.entries()
 
     def tables(self, *kinds: str) -> list[dict[str, Any]]:
         """The tables of these kinds that the parts have now."""
         return [*chain(*[map(operator.itemgetter(kind), self.spaces) for kind in kinds])]
+
+    def entries(self) -> tuple[list[str], list[int], list[int]]:
+        """The names of the parts and parameters that there are now, their ids, and how many each
+        table has.
+        """
+        tables = self.tables(PARTS, PARAMETERS)
+        filled = [*filter(len, tables)]  # most have none
+        names = [*chain.from_iterable(map(_KEYS, filled))]
+        return names, [*map(id, chain.from_iterable(map(_VALUES, filled)))], [*map(len, tables)]
+
+    def are_same(self) -> bool:
+        """Whether no part and no parameter was put in, taken out or renamed."""
+        return self.seen == self.entries()
 
     def named(self, tables: Sequence[Table]) -> dict[str, torch.Tensor]:
         """The tensors in these tables, one for each part, by their names in the module."""
@@ -69,47 +69,44 @@ class Parts:
         }
 
 
+def _space_of(layer: nn.Module) -> dict[str, Any]:
+    """The `__dict__` of a module, where its tables are; one of TorchScript has them elsewhere."""
+    space = vars(layer)
+    if PARTS in space:
+        return space
+    return {kind: getattr(layer, kind) for kind in (PARTS, PARAMETERS, BUFFERS)}
+
+
 class Walk:
     """What was found in a module when it was walked through, for as long as it stays so.
 
     Each field is replaced as a whole, as threads may share it.
     """
 
-    parts: Any = None  # set by `through`
+    parts: Parts | None = None  # set by `through`
     trained: Any = None  # set by `trainable`: what it has looked at, and what it has found
 
     def __reduce__(self) -> tuple[type["Walk"], tuple[()]]:
         return Walk, ()  # a copy of the module has other parts
 
     def through(self, module: nn.Module) -> Parts:
-        """The parts: the same object until one is put in, taken out or renamed."""
-        parts: Parts | None = self.parts
-        if (
-            parts is None
-            or parts.module is not module
-            or parts.inside != _entries(parts.tables(PARTS))
-        ):
+        """The parts: the same object until a part or a parameter is put in, taken out or
+        renamed.
+        """
+        parts = self.parts
+        if parts is None or parts.module is not module or not parts.are_same():
             parts = self.parts = Parts(module)
         return parts
 
-    def trainable(self, module: nn.Module) -> dict[str, nn.Parameter]:
-        """`{name: parameter}` of those that require grad; the same dict for as long as they stay
-        the same.
+    def trainable(self, module: nn.Module) -> tuple[Parts, dict[str, nn.Parameter]]:
+        """(the parts, `{name: parameter}` of those that require grad): the same dict for as long as
+        they stay the same.
         """
-        if self.trained is not None:
-            parts, entries, params, require_grad, found = self.trained
-            # One look at both kinds of tables finds most modules as they were.
-            is_same = parts.module is module and entries == _entries(
-                parts.tables(PARTS, PARAMETERS)
-            )
-            if is_same and require_grad == [*map(_REQUIRES_GRAD, params)]:
-                return found  # type: ignore[no-any-return]
-        parts = self.through(module)
-        entries = _entries(parts.tables(PARTS, PARAMETERS))
-        params = [*parts.named(parts.tables(PARAMETERS)).values()]
-        require_grad, found = [*map(_REQUIRES_GRAD, params)], trainable(module)
-        self.trained = parts, entries, params, require_grad, found
-        return found
+        parts, trained = self.through(module), self.trained
+        seen = parts, [*map(_REQUIRES_GRAD, parts.params.values())]
+        if trained is None or trained[0] != seen:
+            trained = self.trained = seen, trainable(module)
+        return parts, trained[1]
 
 
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -125,7 +125,7 @@ class Visit:
     def _tables(self) -> list[Table]:
         """The tables of parameters that the parts have meanwhile, checked."""
         own = self.parts.tables(PARAMETERS)
-        tensors = replaced(self.params, self.parts.named(own), "parameters")
+        tensors = replaced(self.params, self.parts.params, "parameters")
         for tensor in chain.from_iterable(map(dict.values, own)):
             if tensor is not None and id(tensor) not in tensors:
                 tensors[id(tensor)] = self._left_out(tensor)

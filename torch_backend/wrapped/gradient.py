@@ -78,7 +78,7 @@ class ModuleGradient(OwningGradient):
         """The module, and the parameters that are trained now, for a step with this memory."""
         self.prepare()
         walk = memory.keep(Walk)
-        return Own(self.module, walk.trainable(self.module), walk)
+        return Own(self.module, *walk.trainable(self.module), walk)
 
     def prepare(self) -> None:
         """Lets the module have the parameters that get gradients. Raises FuncgaError if nobody

@@ -184,3 +184,17 @@ def test_a_hook_that_moves_from_the_batch_to_a_parameter_is_called():
     assert len(seen) == 4
     torch.testing.assert_close(grads, expected, rtol=0, atol=0)
     torch.testing.assert_close(sum(seen) / 4, expected)
+
+
+def test_a_hook_of_the_loss_may_write_to_its_gradient():
+    module, x = net()
+
+    def loss_fn(module, x):
+        loss = mse(module, x)
+        loss.register_hook(lambda gradient: gradient.mul_(3))
+        return loss
+
+    _, grads = funcga.accumulate(module_value_and_grad(module, loss_fn), 7)(x)
+    (3 * mse(module, x)).backward()
+    for name, p in module.named_parameters():
+        torch.testing.assert_close(grads[name], p.grad)

@@ -26,9 +26,9 @@ def check(window: Any, is_written: bool) -> None:
             "the gradients of its micro-batches were taken at different parameter values. Write to "
             "a copy, `p = p + ...`, and update the parameters when the window is done."
         )
-    is_same = own is None or own.walk.trainable(own.module) is own.params
+    is_same = own is None or own.walk.trainable(own.module)[1] is own.params
     if visits is not None:
-        is_same = visits.loss.walk.through(visits.loss.module) is visits.parts
+        is_same = visits.parts.are_same()
     if not is_same:
         raise FuncgaError(
             "the module got other layers or parameters during the window, or some were frozen: the "
