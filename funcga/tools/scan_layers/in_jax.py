@@ -160,23 +160,28 @@ def _stacks(jaxpr: "Jaxpr") -> dict[int, _Stack]:
     reads = Counter(variable for variable in operands if not isinstance(variable, jaxprs.Literal))
     # In order, as stacks may be cast before they are outputs.
     for equation in jaxpr.eqns:
-        name, results = equation.primitive.name, equation.outvars
-        if name == "scan" and _is_known(equation):
-            stacks |= {each: _Stack(each) for each in results[_unscanned(equation, "outvars") :]}
-        elif name == "jit" and jaxprs.is_inlineable(equation):
-            indices = _stacks(equation.params["jaxpr"].jaxpr)
-            stacks |= {results[index]: _Stack(results[index]) for index in indices}
-        elif name == "convert_element_type" and not _reshards(equation):
+        stacks |= {variable: _Stack(variable) for variable in _stacked(equation)}
+        if equation.primitive.name == "convert_element_type" and not _reshards(equation):
             operand: Any = equation.invars[0]
             if reads[operand] == 1 and operand in stacks:
                 stack = stacks[operand]
                 casts = *stack.casts, equation.params["new_dtype"]
-                stacks[results[0]] = stack._replace(casts=casts)
+                stacks[equation.outvars[0]] = stack._replace(casts=casts)
     return {
         leaf_index: stacks[variable]
         for leaf_index, variable in enumerate(jaxpr.outvars)
         if not isinstance(variable, jaxprs.Literal) and reads[variable] == 1 and variable in stacks
     }
+
+
+def _stacked(equation: "JaxprEqn") -> "list[Var]":
+    """The results of a scan, or of a call of a jitted function, that are stacks of a scan."""
+    name, results = equation.primitive.name, equation.outvars
+    if name == "scan" and _is_known(equation):
+        return results[_unscanned(equation, "outvars") :]
+    if name == "jit" and jaxprs.is_inlineable(equation):
+        return [results[index] for index in _stacks(equation.params["jaxpr"].jaxpr)]
+    return []
 
 
 def _is_known(scan: "JaxprEqn") -> bool:
