@@ -88,7 +88,8 @@ class SkippingCalls(Called):
 
     keeps: Any = None  # the test of a micro-batch; set by `add` for the first one
     # Of the window, or of the present micro-batch if it is these that are dropped; set by `fold`.
-    before: Before = ([], [])
+    # None on a replica that has no micro-batch.
+    before: Before | None = None
 
     def __init__(self, module: nn.Module | None, program: Program, *args: Any):
         super().__init__(program, *args)
@@ -149,8 +150,13 @@ class SkippingCalls(Called):
         if self.dropping.scope == "window":
             sums.rejected = sums.rejected + (keep == 0)
         else:
+            assert self.before is not None
             take_back(sums, keep, self.before)
 
     def finished(self, sums: Sums) -> Tree:
         """The normalised result of merged sums."""
-        return result_of(sums, self.before)
+        with self.quiet:
+            if self.before is None:
+                assert self.arguments is not None
+                self.before = snapshot(None, self.arguments.state)
+            return result_of(sums, self.before)
