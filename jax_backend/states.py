@@ -111,12 +111,14 @@ def merged(window: Accumulation, memory: Memory, updates: Array, donate: bool) -
     """
     outputs, accumulators = window.outputs, [*window.accumulators]
     reduced = [accumulators[leaf_index] for leaf_index in outputs.reduced]
-    folded = merging.Folded(reduced, window.tally, [], [], window.unit, window.rejected)
+    rejected = window.rejected.astype(window.tally.weight[0].dtype)
+    folded = merging.Folded(reduced, window.tally, [], [], window.unit, rejected)
     folded = merging.merge(outputs, folded, window.replicas)
     # None stays.
     for leaf_index, leaf in zip(outputs.reduced, folded.reduced, strict=True):
         accumulators[leaf_index] = leaf
-    return Accumulation(outputs, accumulators, folded.total, folded.unit, folded.rejected)
+    rejected = jnp.asarray(folded.rejected, jnp.int32)
+    return Accumulation(outputs, accumulators, folded.total, folded.unit, rejected)
 
 
 def own_parts(

@@ -21,7 +21,7 @@ def begun(folded: Folded, dropping: Dropping) -> Folded:
         return folded
     # Copied, as what is carried may be donated.
     before = [jnp.array(leaf, copy=True) for leaf in folded.state]
-    return folded._replace(rejected=jnp.int32(0), state_before=before)
+    return folded._replace(rejected=jnp.zeros_like(folded.total.weight[0]), state_before=before)
 
 
 def kept(
@@ -37,7 +37,8 @@ def kept(
     keep = jnp.asarray(dropping.test_of(outputs)(leaves, weight))
     chosen = selected(keep, after, before, outputs.backend)
     if before.rejected is not None:
-        chosen = chosen._replace(rejected=before.rejected + (~keep).astype(jnp.int32))
+        count = (~keep).astype(before.rejected.dtype)
+        chosen = chosen._replace(rejected=before.rejected + count)
     # Only observers collect here.
     return chosen, [jnp.where(keep, leaf, jnp.nan) for leaf in collected]
 
