@@ -19,14 +19,6 @@ from torch_backend.gradients import is_constant
 from torch_backend.sums import Folding
 
 
-def trees_of(window: Any) -> list[Tree]:
-    """The differentiated arguments as the loss is given them. Before the first backward pass the
-    leaves stand in for their gradients: they are alike.
-    """
-    of_leaves = {**window.leaves.trees, **window.moving_trees}
-    return [of_leaves[index] for index in window.plan.indices]
-
-
 def folding_of(window: Any, loss: torch.Tensor, aux: Tree) -> Folding:
     """How each leaf of the output is folded: as the plan knows, or is told now, if it is the same
     in each window.
@@ -34,13 +26,10 @@ def folding_of(window: Any, loss: torch.Tensor, aux: Tree) -> Folding:
     if loss.dtype is window.plan.loss_dtype and type(loss) is torch.Tensor:
         known: Folding = window.plan.folding
         return known
-    return _new_folding(window, loss, aux)
-
-
-def _new_folding(window: Any, loss: torch.Tensor, aux: Tree) -> Folding:
     program: Any = window.program
-    arguments, gradient = window.arguments, window.gradient
-    indices, grads = window.plan.indices, trees_of(window)
+    arguments, gradient, indices = window.arguments, window.gradient, window.plan.indices
+    # Before the first backward pass the leaves stand in for their gradients: they are alike.
+    grads = [window.leaves.trees[index] for index in indices]
     aux = trees.detached(aux, True)
     if program.watch is not None:
         of = program, gradient, arguments

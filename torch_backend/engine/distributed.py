@@ -58,7 +58,8 @@ class Distributed(Window):
             # Collectives of the loss add cotangents of several replicas, which have to be in one
             # unit.
             sums.unit, sums.unit_is_fixed = 1.0, True
-        like = self.gradient.compose(loss, trees.detached(aux, True), bound.trees_of(self))
+        grads = [self.leaves.trees[index] for index in self.plan.indices]
+        like = self.gradient.compose(loss, trees.detached(aux, True), grads)
         self.merge.propose(sums, trees.flatten(like)[0])
         return sums
 

@@ -49,10 +49,10 @@ class Window(ExitStack):
     """One window, a stack of contexts: `fold` each micro-batch, then take the `result`.
 
     `leaves` last as long, and `inputs` are these in order. Arguments that are split have leaves of
-    their own in each micro-batch, `moving`. `plan`: the one that is known, or a new one, which the
-    first loss completes. `versions`: those of the leaves, which nobody may write to. `watch` looks
-    at modules that run in backward passes, if it is not None. All of these are set on entering,
-    and:
+    their own in each micro-batch, `moving`: the last ones stand among the `leaves`, too. `plan`:
+    the one that is known, or a new one, which the first loss completes. `versions`: those of the
+    leaves, which nobody may write to. `watch` looks at modules that run in backward passes, if it
+    is not None. All of these are set on entering, and:
     """
 
     visits: Visit | None = None  # the visit of a pure_loss to its module
@@ -102,7 +102,6 @@ class Window(ExitStack):
         self.own = own
         # Those of the call, or of the present micro-batch of a stream, which takes them away after.
         self.arguments: Any = arguments
-        self.moving_trees: dict[int, Tree] = {}  # of the last micro-batch
         self.passed: dict[int, Any] = {}  # gradients that are collected or threaded
 
     # --- a window begins
@@ -170,10 +169,10 @@ class Window(ExitStack):
     ) -> tuple[Arguments, dict[str, Tree]]:
         """The arguments as the loss is given them: with leaves, and all others without graphs."""
         self.arguments = arguments
-        of_leaves, parts = self.leaves.trees, list[Argument]()
+        parts = list[Argument]()
         for index, part in enumerate(arguments.parts):
-            if index in of_leaves:
-                part = part._replace(value=of_leaves[index])
+            if index in self.plan.whole:
+                part = part._replace(value=self.leaves.trees[index])
             elif part.axes:
                 part = part._replace(leaves=trees.detached_leaves(part.leaves, True))
             else:
@@ -412,8 +411,8 @@ class Window(ExitStack):
         """The arguments of a micro-batch with leaves of those that it alone has, and these."""
         leaves = self.leaves_of(self.plan.moving, args)
         put_hooks(leaves.originals, leaves.inputs)
-        self.moving_trees = leaves.trees
-        args = tuple([self.moving_trees.get(index, arg) for index, arg in enumerate(args)])
+        self.leaves.trees.update(leaves.trees)
+        args = tuple([leaves.trees.get(index, arg) for index, arg in enumerate(args)])
         return args, leaves.inputs
 
     @property
