@@ -155,8 +155,8 @@ class SkippingCalls(Called):
 
     def finished(self, sums: Sums) -> Tree:
         """The normalised result of merged sums."""
-        with self.quiet:
-            if self.before is None:
-                assert self.arguments is not None
+        if self.before is None:
+            assert self.arguments is not None
+            with torch.no_grad():
                 self.before = snapshot(None, self.arguments.state)
-            return result_of(sums, self.before)
+        return result_of(sums, self.before)
