@@ -114,7 +114,8 @@ def call_key(
 def key_of(leaves: Sequence[Any], are_fixed: bool = False) -> tuple[object, ...]:
     """What leaves of one structure have in common: shapes, dtypes, and what acts on gradients.
 
-    `are_fixed`: of parameters of a module, which have no other shapes the next time.
+    `are_fixed`: of parameters of a module, which all require grad, and have no other shapes the
+    next time.
     """
     types, tensors = tuple(map(type, leaves)), leaves
     placements = shapes = tuple[object, ...]()
@@ -122,8 +123,8 @@ def key_of(leaves: Sequence[Any], are_fixed: bool = False) -> tuple[object, ...]
     if not is_dense:
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         placements = tuple([getattr(leaf, "placements", None) for leaf in tensors])  # of DTensors
-    records, hooks = tuple(map(_REQUIRES_GRAD, tensors)), list[object]()
-    if True in records:
+    records, hooks = () if are_fixed else tuple(map(_REQUIRES_GRAD, tensors)), list[object]()
+    if are_fixed or True in records:
         hooks = [*map(_private.has_hooks, tensors), *map(_private.has_hooks_on_grad, tensors)]
     hooked = tuple(map(bool, hooks)) if any(hooks) else ()
     dtypes, on_host = tuple(map(_DTYPE, tensors)), tuple(map(_IS_CPU, tensors))

@@ -430,7 +430,7 @@ class Window(ExitStack):
     def check(self) -> None:
         """Raises FuncgaError if the losses have reached no leaf, or have changed one."""
         inputs = self.inputs
-        if not all(map(_REQUIRES_GRAD, inputs)):
+        if self.own is None and not all(map(_REQUIRES_GRAD, inputs)):
             raise switched_off()
         if self.watching is not None:
             self.watching.end()
