@@ -5,7 +5,7 @@ Only torch has this file: XLA updates the carry of a loop in place by itself.
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from types import NoneType
@@ -16,7 +16,7 @@ import torch
 from funcga._fold import LeafFold, Tally, largest
 from funcga._fold.outputs import Outputs
 from funcga._types import Scalar, Tree
-from torch_backend import arrays
+from torch_backend import arrays, trees
 from torch_backend.dtensor import as_dtensor, local, local_tensors, redistributed, without_partials
 
 
@@ -267,12 +267,10 @@ class Sums:
             if type(value) is not torch.Tensor:
                 self.of[index] = without_partials(value, likes.get(index))
 
-    def result(self) -> Tree:
-        """The normalised result, in the structure of the output. The sums are empty afterwards."""
-        return self.folding.outputs.structure_of(self.leaves())
-
-    def leaves(self) -> list[Any]:
-        """The leaves of the normalised result. The sums are empty afterwards."""
+    def result(self, finish: Callable[[list[Any]], None] | None = None) -> Tree:
+        """The normalised result, in the structure of the output. The sums are empty afterwards.
+        `finish` may replace leaves of the result.
+        """
         folding, outputs = self.folding, self.folding.outputs
         of, self.of = self.of, defaultdict(NoneType)
         results = [of[index] for index in range(len(outputs.folds))]
@@ -294,7 +292,9 @@ class Sums:
             results[index] = torch.cat(rows, dim=fold.axis or 0).to(fold.result_dtype)
         for index, leaf in zip(outputs.threads, self.state, strict=True):
             results[index] = leaf
-        return results
+        if finish is not None:
+            finish(results)
+        return trees.unflatten(outputs.structure, results)
 
     @property
     def tally(self) -> Tally:

@@ -58,17 +58,19 @@ def result_of(sums: Sums, before: Before) -> Tree:
     if keep is True:
         return sums.result()
     take_back(sums, keep, before)
-    leaves, dropped = sums.leaves(), arrays.as_array(keep == 0)
+    dropped = arrays.as_array(keep == 0)
 
     def filled(leaf: torch.Tensor, by: float = 0) -> torch.Tensor:
         shard = local(leaf)
         return as_dtensor(shard.masked_fill(dropped.to(shard.device), by), leaf)  # type: ignore[no-any-return]
 
-    for index in outputs.reduced:
-        leaves[index] = _private.pytree.tree_map(filled, leaves[index])
-    for index in outputs.collected:  # by observers
-        leaves[index] = filled(leaves[index], NAN)
-    return outputs.structure_of(leaves)
+    def fill(leaves: list[Any]) -> None:
+        for index in outputs.reduced:
+            leaves[index] = _private.pytree.tree_map(filled, leaves[index])
+        for index in outputs.collected:  # by observers
+            leaves[index] = filled(leaves[index], NAN)
+
+    return sums.result(fill)
 
 
 def rejected(sums: Sums, dropping: Dropping) -> Scalar:
