@@ -284,9 +284,8 @@ class Sums:
                 arrays.divide(sums, float(divisor / unit))
         for index, dtype in folding.cast:
             results[index] = results[index].to(dtype)
-        if folding.normalized:
-            for index in folding.normalized:
-                results[index] = self._normalized(index, results[index])
+        for index in folding.normalized:
+            results[index] = self._normalized(index, results[index])
         for index, fold in zip(outputs.collected, outputs.collected_folds, strict=True):
             rows = self.collected[index]
             results[index] = torch.cat(rows, dim=fold.axis or 0).to(fold.result_dtype)
