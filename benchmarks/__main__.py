@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import NoReturn
 
 from funcga.errors import FuncgaError
-from funcga.tools.reports.commands import check_installed
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -17,8 +16,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         options = _parser().parse_args(argv)
-        check_installed("torch", "jax", "optax", "numpy", "rich", "matplotlib", extra="bench")
         return _run(options)
+    except ModuleNotFoundError as error:
+        sys.stderr.write(f"benchmarks: {error.name} is not installed: pip install 'funcga[bench]'\n")
+        return 2
     except SystemExit:  # argparse, after --help
         return 0
     except FuncgaError as error:

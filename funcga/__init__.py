@@ -6,7 +6,6 @@
 Importing it imports neither framework; the arrays of a call decide which one runs.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 # What every call of `accumulate` needs is imported here.
@@ -15,6 +14,7 @@ from funcga._accumulate import accumulate
 from funcga._call.arguments import CARRY
 from funcga._grad import grad, value_and_grad
 from funcga._stream import stream, windows
+from funcga._tools import later
 from funcga.errors import FuncgaError
 from funcga.folds import Fold, carry, concat, logsumexp, mean, moments, per_weight, pooled, ratio
 from funcga.folds import max as max
@@ -40,35 +40,27 @@ if TYPE_CHECKING:
     from funcga.tools.trees import to_jax, to_numpy, to_torch
     from funcga.tools.verify import verify
 else:
-    _LATER = {
-        "funcga": ("checks", "observers", "statistics", "transforms", "trees"),
-        "funcga.tools.check_replicas": ("check_replicas",),
-        "funcga.tools.compare": ("compare",),
-        "funcga.tools.coupled": ("coupled",),
-        "funcga.tools.doctor": ("watch",),
-        "funcga._fold.accumulator": ("Accumulator",),
-        "funcga.tools.pack": ("pack",),
-        "funcga.tools.plan": ("plan",),
-        "funcga.tools.reproducible": ("reproducible",),
-        "funcga._transform.multi_steps": ("multi_steps",),
-        "funcga.tools.trees": ("to_jax", "to_numpy", "to_torch"),
-        "funcga.tools.verify": ("verify",),
-        "funcga.observers": ("dropped", "gradient_noise", "gradient_norms"),
-    }
-    _MODULES = {name: module for module, names in _LATER.items() for name in names}
-
-    def __getattr__(name: str) -> object:
-        if name not in _MODULES:
-            raise AttributeError(f"module 'funcga' has no attribute {name!r}")
-        # Kept in the module, so that the next look finds it without this function; Python itself
-        # keeps a module.
-        if (module := _MODULES[name]) == "funcga":
-            return import_module(f"funcga.{name}")
-        from funcga.errors import needs_numpy
-
-        with needs_numpy(f"funcga.{name}"):
-            globals()[name] = value = vars(import_module(module))[name]
-        return value
+    __getattr__ = later(
+        __name__,
+        {
+            "funcga.checks": ("checks",),
+            "funcga.observers": ("observers", "dropped", "gradient_noise", "gradient_norms"),
+            "funcga.statistics": ("statistics",),
+            "funcga.transforms": ("transforms",),
+            "funcga.trees": ("trees",),
+            "funcga.tools.check_replicas": ("check_replicas",),
+            "funcga.tools.compare": ("compare",),
+            "funcga.tools.coupled": ("coupled",),
+            "funcga.tools.doctor": ("watch",),
+            "funcga._fold.accumulator": ("Accumulator",),
+            "funcga.tools.pack": ("pack",),
+            "funcga.tools.plan": ("plan",),
+            "funcga.tools.reproducible": ("reproducible",),
+            "funcga._transform.multi_steps": ("multi_steps",),
+            "funcga.tools.trees": ("to_jax", "to_numpy", "to_torch"),
+            "funcga.tools.verify": ("verify",),
+        },
+    )
 
 
 # `from funcga import *` leaves out sum, max and min, so that it shadows no builtin.

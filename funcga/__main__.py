@@ -6,14 +6,13 @@ import traceback
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import NoReturn
+from typing import Any
 
 from funcga import __version__
 from funcga.errors import FuncgaError
-from funcga.tools.reports.commands import blamed, check_installed, show
+from funcga.tools.reports.commands import blamed, show
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")  # from coarse to fine
-FOLDS = ("mean", "per_weight", "sum")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,42 +25,41 @@ def main(argv: Sequence[str] | None = None) -> int:
     written to standard output, and a refusal, one line, to standard error; with --debug its
     traceback as well.
     """
-    arguments = sys.argv[1:] if argv is None else list(argv)
     try:
-        options = _parser().parse_args(arguments)
-    # This is how argparse ends after --help and --version.
-    except SystemExit:
-        return 0
-    except FuncgaError as error:
-        return _refused(error, debug="--debug" in arguments)
+        options = _parser().parse_args(argv)
+    # This is how argparse ends: with 0 after --help and --version, and with 2 for bad usage.
+    except SystemExit as end:
+        return int(end.code or 0)
     try:
-        return _run(options)
+        if options.command == "info":
+            show()
+            return 0
+        # Imported only now, so that --help is quick.
+        commands = vars(import_module("funcga.tools.commands"))
+        return int(commands[f"run_{options.command}"](options))
     except KeyboardInterrupt:
         return 130
     # The code of a user may exit as well, and an exit code of its own would be taken for a verdict.
     except (Exception, SystemExit) as error:
-        return _refused(error, options.debug)
+        if options.debug:
+            traceback.print_exc()
+        sys.stderr.write(f"funcga: {_line(error)}\n")
+        return 2
 
 
-def _refused(error: BaseException, debug: bool) -> int:
-    if debug:
-        traceback.print_exc()
-    # An error of ours says what to do; any other one is named with the line of the user's file that
-    # it came from.
+def _line(error: BaseException) -> str:
+    """What an error says. One of ours says what to do; any other one is named with the line of the
+    user's file that it came from.
+    """
     if isinstance(error, FuncgaError):
-        sys.stderr.write(f"funcga: {error}\n")
-    else:
-        sys.stderr.write(f"funcga: {blamed(error)}. --debug shows where.\n")
-    return 2
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise FuncgaError(f"{message.removeprefix('argument ')} (see {self.prog} --help)")
+        return str(error)
+    if isinstance(error, ModuleNotFoundError):
+        return f"{error.name} is not installed; the commands need pip install 'funcga[parity]'"
+    return f"{blamed(error)}. --debug shows where."
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = argparse.ArgumentParser(
         "funcga", description="Gradient accumulation as a pure fold, for PyTorch and JAX."
     )
     parser.add_argument("--version", action="version", version=f"funcga {__version__}")
@@ -83,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_parity(commands: "argparse._SubParsersAction[_Parser]") -> None:
+def _add_parity(commands: Any) -> None:
     parity = commands.add_parser(
         "parity",
         help="the same loss in torch and in JAX: are the gradients the same, and if not, why?",
@@ -117,10 +115,9 @@ def _add_parity(commands: "argparse._SubParsersAction[_Parser]") -> None:
     parity.add_argument(
         "--dtype",
         type=dtypes,
-        default="float32,float64",
+        default="float32",
         help=(
-            "of float64, float32, bfloat16 and float16, which are compared with float64 (default: "
-            "float32,float64)"
+            "of float32, bfloat16 and float16, which are compared with float64 (default: float32)"
         ),
     )
     parity.add_argument(
@@ -135,12 +132,9 @@ def _add_parity(commands: "argparse._SubParsersAction[_Parser]") -> None:
     parity.add_argument(
         "--html", type=_file, metavar="FILE", help="write the report with its pictures as a page"
     )
-    parity.add_argument(
-        "--plot", type=_file, metavar="FILE", help="write the pictures: .png, .svg or .pdf"
-    )
 
 
-def _add_verify(commands: "argparse._SubParsersAction[_Parser]") -> None:
+def _add_verify(commands: Any) -> None:
     verify = commands.add_parser(
         "verify",
         help=(
@@ -152,8 +146,9 @@ def _add_verify(commands: "argparse._SubParsersAction[_Parser]") -> None:
             "the whole batch. Exit code: 0 if accumulation is exact, 1 if not, 2 for bad usage."
         ),
         epilog=(
-            "The file also has the arguments, a tuple named `args` (--args says another name). A "
-            "funcga.checks.Problem has all of them: its losses are verified in both frameworks."
+            "The file also has the arguments, a tuple named `args` (--args says another name), and "
+            "may have `fold`, `weight` and `in_axes`. A funcga.checks.Problem has all of them: its "
+            "losses are verified in both frameworks."
         ),
     )
     verify.add_argument(
@@ -161,16 +156,11 @@ def _add_verify(commands: "argparse._SubParsersAction[_Parser]") -> None:
         metavar="FILE.py:grad_fn",
         help="a gradient function, a step of coupled, or a Problem",
     )
-    verify.add_argument(
-        "--args", metavar="NAME", help="of its arguments in the file (default: args)"
-    )
+    _add_args(verify)
     verify.add_argument("--n", type=counts, help="numbers of micro-batches (default: several)")
-    verify.add_argument("--fold", choices=FOLDS, help="default: `fold` in the file, or mean")
-    verify.add_argument("--weight", metavar="NAME", help="default: `weight` in the file, or rows")
-    verify.add_argument("--seed", type=int, default="0", help="of the permutations (default: 0)")
 
 
-def _add_doctor(commands: "argparse._SubParsersAction[_Parser]") -> None:
+def _add_doctor(commands: Any) -> None:
     doctor = commands.add_parser(
         "doctor",
         help="how does this training script weigh what it accumulates?",
@@ -190,7 +180,7 @@ def _add_doctor(commands: "argparse._SubParsersAction[_Parser]") -> None:
     doctor.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
 
 
-def _add_plan(commands: "argparse._SubParsersAction[_Parser]") -> None:
+def _add_plan(commands: Any) -> None:
     plan = commands.add_parser(
         "plan",
         help="how many micro-batches does a batch need to fit in memory?",
@@ -207,13 +197,13 @@ def _add_plan(commands: "argparse._SubParsersAction[_Parser]") -> None:
     plan.add_argument(
         "step", metavar="FILE.py:step", help="a step of accumulate, or a gradient function"
     )
-    plan.add_argument(
-        "--args",
-        default="args",
-        metavar="NAME",
-        help="of its arguments in the file (default: args)",
-    )
+    _add_args(plan)
     plan.add_argument("--memory", metavar="BYTES", help='such as "14 GiB" (default: what is free)')
+
+
+def _add_args(command: argparse.ArgumentParser) -> None:
+    name = "of its arguments in the file (default: args)"
+    command.add_argument("--args", default="args", metavar="NAME", help=name)
 
 
 def counts(text: str) -> list[int]:
@@ -225,12 +215,8 @@ def counts(text: str) -> list[int]:
 
 
 def dtypes(text: str) -> list[str]:
-    """The dtypes of a list, from coarse to fine. Raises ValueError for another dtype."""
-    names = {*text.split(",")}
-    # Gradients of 16 bits tell little by themselves.
-    if names & {"bfloat16", "float16"}:
-        names.add("float64")
-    return sorted(names, key=DTYPES.index)
+    """The dtypes of a list, and float64, from coarse to fine. Raises ValueError for any other."""
+    return sorted({*text.split(","), "float64"}, key=DTYPES.index)
 
 
 def _file(text: str) -> Path:
@@ -238,17 +224,6 @@ def _file(text: str) -> Path:
     if path.is_dir() or not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r} is not a file in a folder that exists")
     return path
-
-
-def _run(options: argparse.Namespace) -> int:
-    if options.command == "info":
-        show()
-        return 0
-    # Imported only now, so that --help is quick, and a missing package is named before it is
-    # needed.
-    check_installed("numpy")
-    code: int = vars(import_module("funcga.tools.commands"))[f"run_{options.command}"](options)
-    return code
 
 
 if __name__ == "__main__":

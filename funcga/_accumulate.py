@@ -15,7 +15,7 @@ from funcga._types import Across, P, R, Tree, WeightFn
 from funcga.folds import FoldTree, mean
 
 if TYPE_CHECKING:
-    from funcga.tools.observe import ObserverTree
+    from funcga.observers import ObserverTree
 
 TotalsFn = Callable[..., Tree]
 DropScope = Literal["microbatch", "window"]
@@ -207,7 +207,7 @@ def compose(
         skip = load("dropping", "drop=").dropping(drop, drop_if, program.memory, program.grad_fn)
         program = replace(program, skip=skip)
     if observe is not None:
-        program = load("observe.readings", "observe=").observed(program, observe)
+        program = load("observe", "observe=").observed(program, observe)
     if totals is not None:
         program = load("totals", "totals=").counted(program, totals)
     return program

@@ -10,7 +10,7 @@ from funcga._backend import Arrays, Backend
 from funcga._backend.dispatch import backend_of, import_backends
 from funcga._call import Memory
 from funcga._call.arguments import argument_names
-from funcga._fold import as_number, check_quantity
+from funcga._fold import as_number, check_quantity, has_no_axes
 from funcga._types import Array, GradFn, LossFn, P, R, Scalar, Tree
 from funcga.errors import FuncgaError, check_callable
 
@@ -80,7 +80,17 @@ class GradientFunction:
                 count_before = _EVALUATIONS.count if counts else 0
                 loss, aux = self.split(self.loss_fn(*args, **kwargs), backend)
                 if counts and not self.reached:
-                    self._check_reached(loss, args, _EVALUATIONS.count == count_before, backend)
+                    depends = backend.gradients.depends(loss)  # None if the framework cannot tell
+                    # The gradient of a linear function is constant: of one inside of the loss it
+                    # may depend on nothing.
+                    is_alone = _EVALUATIONS.count == count_before
+                    if depends:
+                        self.reached.add(True)  # remembered for all later calls
+                    elif depends is False and is_alone:
+                        differentiated = [args[arg_index] for arg_index in arg_indices]
+                        leaves = backend.trees.flatten(differentiated)[0]
+                        if any(leaf is not None for leaf in leaves):
+                            raise self.unreached(len(args))
                 # Returned twice: scaled, to be differentiated, and as it is, as auxiliary data.
                 return loss if scale is None else scaled_loss(loss, scale, backend.arrays), (
                     loss,
@@ -113,14 +123,13 @@ class GradientFunction:
         """
         if not self.scaled:
             return None, kwargs
-        others, arrays = dict(kwargs), backend.arrays
-        scale = as_number(others.pop("loss_scale", None))
-        if arrays.is_array(scale) and scale.shape == ():
-            scale = arrays.scalar(scale)
-            if arrays.is_array(scale):
-                return scale, others  # which the host does not see
-        meaning = "a finite number above 0, or a 0-d array of one"
-        check_quantity("loss_scale", scale, "state.scale", meaning)
+        others = dict(kwargs)
+        scale = others.pop("loss_scale", None)
+        if has_no_axes(scale):
+            scale = backend.arrays.scalar(as_number(scale))
+        if not has_no_axes(scale):  # else the host does not see it
+            meaning = "a finite number above 0, or a 0-d array of one"
+            check_quantity("loss_scale", scale, "state.scale", meaning)
         return scale, others
 
     def split(self, output: Tree, backend: Backend) -> tuple[Array, Tree]:
@@ -166,23 +175,6 @@ class GradientFunction:
         if self.with_value:
             return value[1]
         return value[0] if self.has_aux else value
-
-    def _check_reached(
-        self, loss: Array, args: tuple[Any, ...], alone: bool, backend: Backend
-    ) -> None:
-        """Raises FuncgaError if the framework sees that the loss depends on no leaf.
-
-        alone: whether no other gradient is inside of the loss. That of a linear function is
-        constant, so a loss of it may depend on nothing.
-        """
-        # None if the framework cannot tell. One True is remembered for all later calls.
-        depends = backend.gradients.depends(loss)
-        if depends:
-            self.reached.add(True)
-        elif depends is False and alone:
-            differentiated = tuple(args[arg_index] for arg_index in self.arg_indices(len(args)))
-            if any(leaf is not None for leaf in backend.trees.flatten(differentiated)[0]):
-                raise self.unreached(len(args))
 
     def unreached(self, count: int) -> FuncgaError:
         """The error for a loss of `count` arguments that depends on no differentiated leaf."""

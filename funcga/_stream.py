@@ -16,7 +16,7 @@ from funcga.errors import FuncgaError
 from funcga.folds import FoldTree, mean
 
 if TYPE_CHECKING:
-    from funcga.tools.observe import ObserverTree
+    from funcga.observers import ObserverTree
 
 Item = TypeVar("Item")
 

@@ -9,10 +9,9 @@ Example:
     True
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
-from funcga.errors import needs_numpy
+from funcga._tools import later
 
 # Each tool loads when it is used, and can be taken away.
 if TYPE_CHECKING:
@@ -21,18 +20,15 @@ if TYPE_CHECKING:
     from funcga.tools.plan import Plan
     from funcga.tools.verify import Verdict
 else:
-    _LATER = {
-        "Plan": "funcga.tools.plan",
-        "Problem": "funcga.tools.parity",
-        "Report": "funcga.tools.compare.report",
-        "Verdict": "funcga.tools.verify",
-    }
-
-    def __getattr__(name: str) -> object:
-        if name not in _LATER:
-            raise AttributeError(f"module 'funcga.checks' has no attribute {name!r}")
-        with needs_numpy(f"funcga.checks.{name}"):
-            return vars(import_module(_LATER[name]))[name]
+    __getattr__ = later(
+        __name__,
+        {
+            "funcga.tools.plan": ("Plan",),
+            "funcga.tools.parity": ("Problem",),
+            "funcga.tools.compare.report": ("Report",),
+            "funcga.tools.verify": ("Verdict",),
+        },
+    )
 
 
 __all__ = ["Plan", "Problem", "Report", "Verdict"]

@@ -31,27 +31,21 @@ class Fold:
     @property
     def plain(self) -> "Fold":
         """The fold whose sums `reproducible` has made exact; any other as it is."""
-        of_exact = getattr(self.reducer.lift, "plain", None)
-        return self if of_exact is None else of_exact(self)
+        plain: Fold = getattr(self.reducer.lift, "plain", self)
+        return plain
 
     @property
     def name(self) -> str:
         """The names of its parts, as in `weighted, by_weight`; that of the function for a part
         of your own.
         """
-        lift, monoid, apply = self.reducer.lift, self.reducer.monoid, self.normalizer.apply
         # A part may have another dtype than the stock one, which changes neither its functions nor
         # its name.
-        stock = [(name, part) for name, part in vars(reducers).items() if isinstance(part, Reducer)]
-        kind = (lift, monoid, self.reducer.stacked)
-        names = [name for name, part in stock if (part.lift, part.monoid, part.stacked) == kind]
-        if lift is reducers.concat().lift and monoid.axis is not None:
-            names = [f"concat({monoid.axis})"]
-        ends = [
-            (name, part) for name, part in vars(normalizers).items() if isinstance(part, Normalizer)
-        ]
-        end_names = [name for name, part in ends if part.apply is apply]
-        return f"{(names or [_named(lift)])[0]}, {(end_names or [_named(apply)])[0]}"
+        lift, monoid, apply = self.reducer.lift, self.reducer.monoid, self.normalizer.apply
+        reducer = _REDUCERS.get((lift, monoid, self.reducer.stacked), _named(lift))
+        if lift is reducers.sum.lift and monoid.axis is not None:
+            reducer = f"concat({monoid.axis})"
+        return f"{reducer}, {_NORMALIZERS.get(apply, _named(apply))}"
 
     def __repr__(self) -> str:
         return f"<Fold: {self.name}>"
@@ -72,6 +66,16 @@ FoldTree: TypeAlias = (
     | Mapping[Any, "FoldTree"]
     | _Dataclass
 )
+
+
+_REDUCERS = {
+    (part.lift, part.monoid, part.stacked): name
+    for name, part in vars(reducers).items()
+    if isinstance(part, Reducer)
+}
+_NORMALIZERS = {
+    part.apply: name for name, part in vars(normalizers).items() if isinstance(part, Normalizer)
+}
 
 
 def _named(function: Any) -> str:

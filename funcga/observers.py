@@ -13,17 +13,16 @@ Example:
     True
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
 
 from funcga import monoids, normalizers
 from funcga._backend.dispatch import backend_of
-from funcga._fold import is_quantity
-from funcga._types import Array, Namespace, Scalar, Tree
+from funcga._types import Array, Namespace, Reduced, Scalar, Tree
 from funcga.errors import FuncgaError
 from funcga.folds import Fold, concat
 from funcga.reducers import Reducer
-from funcga.tools.observe import Observed, Observer
 
 __all__ = [
     "GradientNoise",
@@ -36,6 +35,77 @@ __all__ = [
     "gradient_noise",
     "gradient_norms",
 ]
+
+
+def squared_norm(xp: Namespace, leaf: Array) -> Array:
+    """The sum of the squared absolute values of all elements. Each backend has a faster version."""
+    return abs(leaf * leaf).sum()
+
+
+class Observed(NamedTuple):
+    """What `Observer.finish` gets. Groups of leaves are on the last axis of each array.
+
+    Attributes:
+        folded: The fold of the measures of all micro-batches.
+        result: The measure of the weighted mean of the micro-batches' gradients, [groups].
+        factor: What that mean is to be multiplied by to be the gradient without a loss scale: 1 for
+            mean() and per_weight(), the total weight for sum().
+
+    Example:
+        >>> finish = lambda xp, observed: observed.factor * xp.sqrt(observed.result)
+        >>> # the norm of the gradient that the step returns
+        >>> norm = funcga.observers.Observer(funcga.mean(), finish)
+        >>> step = funcga.accumulate(funcga.grad(lambda w, x: (w * x).mean()), 2, observe=norm)
+        >>> step(torch.tensor(1.0), torch.tensor([2.0, 4.0]))
+        (tensor(3.), tensor(3.))
+    """
+
+    folded: Reduced
+    result: Array
+    factor: Scalar
+
+
+@dataclass(frozen=True)
+class Observer:
+    """What `observe=` takes: a fold over the measures of the micro-batches' gradients, and what is
+    made of it.
+
+    A micro-batch's gradient is in the units of a mean: what grad_fn returns under `mean()`, and
+    under `per_weight()` and `sum()` that divided by the micro-batch's weight.
+
+    Args:
+        fold: What is folded: for each micro-batch the measures of its gradient, [groups], with its
+            weight.
+        finish: `finish(xp, observed)` of an `Observed` returns the observation: an array, or a tree
+            of arrays, with the groups on the last axis of each. It is an array function, and in JAX
+            it is traced.
+        measure: `measure(xp, leaf)` of an array, a number: a sum over its elements, so that the
+            measure of a group is the sum of those of its leaves. By default the squared norm.
+        degree: The degree of the measure: that of `c * leaf` is `c**degree` times that of the leaf,
+            for c > 0.
+        groups: `groups(path)` of a leaf's dotted path in the gradient, such as "layers.0.weight",
+            returns the name of its group, a string, or None to leave it out. Then the observation
+            is a dict, with an entry for each group. By default all leaves together are one group,
+            and its observation comes as it is.
+
+    Example:
+        >>> norm = lambda xp, observed: xp.sqrt(observed.folded)
+        >>> largest = funcga.observers.Observer(funcga.max(), norm)
+        >>> step = funcga.accumulate(funcga.grad(lambda w, x: (w * x).mean()), 2, observe=largest)
+        >>> # the largest norm of a micro-batch's gradient
+        >>> step(torch.tensor(1.0), torch.tensor([2.0, 4.0]))
+        (tensor(3.), tensor(4.))
+    """
+
+    fold: Fold
+    finish: Callable[[Namespace, Observed], Tree]
+    measure: Callable[[Namespace, Array], Array] = squared_norm
+    degree: int = 2
+    groups: Callable[[str], str | None] | None = None
+
+
+ObserverTree: TypeAlias = Observer | Mapping[str, Any] | Sequence[Any]
+"""An Observer, or a dict, tuple or list of such trees."""
 
 
 class GradientNoise(NamedTuple):
@@ -220,32 +290,22 @@ def averaged(noise: Tree, state: Tree, decay: float) -> tuple[Tree, Tree]:
         >>> average.scale
         tensor(4.)
     """
-    if not (is_quantity(decay, most=1) or decay == 0) or decay == 1:
+    if not 0 <= decay < 1:
         raise FuncgaError(
             f"decay is {decay!r}: it must be a number from 0 to below 1, such as decay=0.99."
         )
     if isinstance(noise, dict):
-        pairs = {
-            name: averaged(one, None if state is None else state[name], decay)
-            for name, one in noise.items()
-        }
+        pairs = {name: averaged(noise[name], state and state[name], decay) for name in noise}
         averages, states = ({name: pair[k] for name, pair in pairs.items()} for k in (0, 1))
         return averages, states
     xp: Any = backend_of([noise], lambda: ["noise"]).arrays.xp
-    values = [
-        noise.trace,
-        noise.norm_squared,
-        noise.trace_error**2,
-        noise.norm_squared_error**2,
-        xp.ones_like(noise.trace),
-    ]
+    variances = noise.trace_error**2, noise.norm_squared_error**2
+    values = [noise.trace, noise.norm_squared, *variances, xp.ones_like(noise.trace)]
     # NaN and infinite numbers would stay in the average for ever.
-    says = xp.isfinite(xp.stack(values)).all(0)
-    before = [xp.zeros_like(value) for value in values] if state is None else [*state]
-    powers = [1, 1, 2, 2, 1]
+    says, before = xp.isfinite(xp.stack(values)).all(0), state or map(xp.zeros_like, values)
     after = [
         xp.where(says, decay**power * old + (1 - decay) ** power * new, old)
-        for old, new, power in zip(before, values, powers, strict=True)
+        for old, new, power in zip(before, values, (1, 1, 2, 2, 1), strict=True)
     ]
     trace, norm_squared, variance, norm_variance, weight = after
     errors = xp.sqrt(variance) / weight, xp.sqrt(norm_variance) / weight

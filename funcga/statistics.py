@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from funcga._backend import Arrays, Backend
+from funcga._backend import Backend
 from funcga._backend.dispatch import backend_of
 from funcga._types import Array, Scalar, Tree
 from funcga.errors import FuncgaError
@@ -102,51 +102,36 @@ def running_statistics(statistics: Tree, pooled: Tree, *, share: Scalar, unbiase
     if not arrays.is_array(share) and not 0 <= share <= 1:
         raise FuncgaError(f"share is {share!r}: it is the part of the new statistics, from 0 to 1.")
 
-    def updated(path: str, mean: Tree, variance: Tree, new: object) -> dict[str, Array]:
+    xp = arrays.xp
+
+    def updated(path: str, mean: Tree, variance: Tree, new: Any) -> dict[str, Array]:
         mean, variance = _unboxed(mean, backend), _unboxed(variance, backend)
-        new = checked(new, mean, path, arrays)
-        mean, variance = update(mean, variance, new, share, unbiased, arrays)
-        return {"mean": mean, "var": variance}
+        if not isinstance(new, Pooled) or new.mean.shape != mean.shape:
+            found = new.mean if isinstance(new, Pooled) else new
+            raise FuncgaError(
+                f"`{path}` is {arrays.describe(mean)}, and the pooled statistics for it are "
+                f"{arrays.describe(found)}. Give a Pooled of that shape: "
+                "what fold=funcga.pooled() makes of the statistics of micro-batches."
+            )
+        # In at least float32, as a small share of a float16 would be lost.
+        dtype = arrays.accumulator_dtype(mean.dtype)
+        count, new_mean, new_variance = (arrays.cast(part, dtype) for part in new)
+        if unbiased:
+            # The inner `where` keeps the division finite where the outer one discards it.
+            factor = count / xp.where(count > 1, count - 1, 1)
+            new_variance = new_variance * xp.where(count > 1, factor, 1)
+        part = arrays.cast(share, dtype) if arrays.is_array(share) else float(share)
+
+        def moved(old: Array, new: Array) -> Array:
+            wide = arrays.cast(old, dtype)
+            # Unchanged if the count is 0.
+            return arrays.cast(xp.where(count > 0, (1 - part) * wide + part * new, wide), old.dtype)
+
+        return {"mean": moved(mean, new_mean), "var": moved(variance, new_variance)}
 
     # A State of nnx shows its nested dicts as States, so the structure is put back at last.
     after = backend.trees.flatten(_each_layer(updated, "statistics", statistics, pooled))[0]
     return backend.trees.unflatten(backend.trees.flatten(statistics)[1], after)
-
-
-def checked(pooled: object, mean: Array, path: str, arrays: Arrays) -> Pooled:
-    """The pooled statistics of a layer. Raises FuncgaError unless they have the shape of its
-    running mean.
-    """
-    new: Any = pooled.mean if isinstance(pooled, Pooled) else pooled
-    if isinstance(pooled, Pooled) and new.shape == mean.shape:
-        return pooled
-    raise FuncgaError(
-        f"`{path}` is {arrays.describe(mean)}, and the pooled statistics for it are "
-        f"{arrays.describe(new)}. Give a Pooled of that shape: "
-        "what fold=funcga.pooled() makes of the statistics of micro-batches."
-    )
-
-
-def update(
-    mean: Array, variance: Array, pooled: Pooled, share: Scalar, unbiased: bool, arrays: Arrays
-) -> tuple[Array, Array]:
-    """The running mean and variance of one layer after one more batch."""
-    xp, dtype = arrays.xp, arrays.accumulator_dtype(mean.dtype)
-    count, new_mean, new_variance = (arrays.cast(part, dtype) for part in pooled)
-    # The inner `where` keeps the division finite where the outer one discards it.
-    if unbiased:
-        new_variance = new_variance * xp.where(
-            count > 1, count / xp.where(count > 1, count - 1, 1), 1
-        )
-    part = arrays.cast(share, dtype) if arrays.is_array(share) else float(share)
-
-    # In at least float32, as a small share of a float16 would be lost. Unchanged if the count is
-    # 0.
-    def moved(old: Array, new: Array) -> Array:
-        wide = arrays.cast(old, dtype)
-        return arrays.cast(xp.where(count > 0, (1 - part) * wide + part * new, wide), old.dtype)
-
-    return moved(mean, new_mean), moved(variance, new_variance)
 
 
 def _unboxed(node: Tree, backend: Backend) -> Tree:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from funcga._fold import Tally
 from funcga._fold.accumulator import AccumulatorState
-from funcga._tools import load
+from funcga._tools import later
 from funcga._transform import Transform
 from funcga._transform.apply import apply
 from funcga._transform.multi_steps import MultiSteps, MultiStepsState
@@ -31,16 +31,18 @@ if TYPE_CHECKING:
         sqrt_scaling,
     )
 else:
-    _LATER = {
-        "loss_scale": ("LossScaledState", "loss_scaled"),
-        "window_size": ("TargetWeight", "beta_for_half_life", "linear_scaling", "sqrt_scaling"),
-    }
-
-    def __getattr__(name: str) -> object:
-        for tool, names in _LATER.items():
-            if name in names:
-                return vars(load(tool, f"funcga.transforms.{name}"))[name]
-        raise AttributeError(f"module 'funcga.transforms' has no attribute {name!r}")
+    __getattr__ = later(
+        __name__,
+        {
+            "funcga.tools.loss_scale": ("LossScaledState", "loss_scaled"),
+            "funcga.tools.window_size": (
+                "TargetWeight",
+                "beta_for_half_life",
+                "linear_scaling",
+                "sqrt_scaling",
+            ),
+        },
+    )
 
 
 __all__ = [

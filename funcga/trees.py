@@ -14,10 +14,11 @@ Example:
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, MappingView, Sequence
+from collections.abc import Iterable, Mapping
 
 from funcga._backend import Backend
-from funcga._backend.dispatch import backend_of, is_numpy, load_imported
+from funcga._backend.containers import container_children
+from funcga._backend.dispatch import backend_of, load_imported
 from funcga._backend.prefixes import (
     Children,
     PathError,
@@ -28,7 +29,15 @@ from funcga._backend.prefixes import (
 )
 from funcga._types import Array, Tree
 from funcga.errors import FuncgaError, listed
-from funcga.tools.trees import ExportError, converted, owner_of, shares_memory, side, walkers
+from funcga.tools.trees import (
+    converted,
+    described,
+    framework_of,
+    is_pathless,
+    shares_memory,
+    side,
+    walked,
+)
 from funcga.tools.trees.rules import (
     Pair,
     Rule,
@@ -73,68 +82,50 @@ def match(tree: Tree, like: Tree, *, rules: Iterable[Rule] = ()) -> Tree:
         >>> funcga.trees.match(tree, like, rules=rules)["layer"]["kernel"].shape
         (3, 2)
     """
-    # Which paths there must be, which there are, and which goes to which.
-    likes = by_path(like, "like")
-    target = _framework_of(like, likes)
-    is_array = target.arrays.is_array if target else is_numpy
-    expected = {path: leaf for path, leaf in likes.items() if is_array(leaf)}
-    arrays = {
-        path: leaf
-        for path, leaf in by_path(tree, "tree").items()
-        if is_numpy(leaf) or owner_of(leaf)
-    }
-    matches = _matches(arrays, expected, tuple(rules))
-    filled = {
-        pair.right: _filled(arrays[pair.left], pair, expected[pair.right], target)
-        for pair in matches
-    }
-    # Not by `likes`, which leaves out everything that is not an array.
-    trees = (target or walkers()[-1]).trees
-    leaves = [filled.get(path, leaf) for path, leaf in paths_and_leaves(like, trees.children)]
-    return trees.unflatten(trees.flatten(like)[1], leaves)
-
-
-def _framework_of(like: Tree, leaves: Mapping[str, Array]) -> Backend | None:
-    """The framework whose arrays a tree holds; None for a tree of NumPy's."""
-    if any(map(is_numpy, leaves.values())) and not any(map(owner_of, leaves.values())):
-        return None
-    return backend_of([like], lambda: ["like"])
-
-
-def _matches(arrays: Iterable[str], expected: Iterable[str], rules: Sequence[Rule]) -> list[Pair]:
-    """The Pair of each path. Raises FuncgaError if some are missing or new."""
-    matches = {pair.right: pair for pair in pairs(arrays, expected, rules)}
+    given, expected = (
+        {path: leaf for path, leaf in by_path(each, name).items() if framework_of(leaf)}
+        for each, name in ((tree, "tree"), (like, "like"))
+    )
+    matches = {pair.right: pair for pair in pairs(given, expected, tuple(rules))}
     missing, new = paths_apart([*expected], [*matches])
-    new = [matches[path].left for path in new]
     if missing or new:
         raise FuncgaError(
             f"the trees have different leaves: `like` has {_listed(missing)}, which tree lacks, "
-            f"and tree has {_listed(new)}, which `like` lacks. Say what is called what: "
-            r"rules=[funcga.trees.Rule(r'fc1\.(.*)', r'Dense_0.\1'), "
+            f"and tree has {_listed([matches[path].left for path in new])}, which `like` lacks. "
+            r"Say what is called what: rules=[funcga.trees.Rule(r'fc1\.(.*)', r'Dense_0.\1'), "
             "*funcga.trees.torch_to_flax]."
         )
-    return [*matches.values()]
+    filled = {
+        path: _filled(given[pair.left], pair, expected[path]) for path, pair in matches.items()
+    }
+    # Every leaf, in the order of the framework: `by_path` leaves out what is no array.
+    trees = walked(like).trees
+    leaves = [filled.get(path, leaf) for path, leaf in paths_and_leaves(like, trees.children)]
+    return trees.unflatten(trees.flatten(like)[1], leaves)
 
 
 def _listed(paths: list[str]) -> str:
     return listed([f"`{path}`" for path in paths], 8)
 
 
-def _filled(leaf: Array, pair: Pair, like: Array, target: Backend | None) -> Array:
+def _filled(leaf: Array, pair: Pair, like: Array) -> Array:
     """A copy of the array for the other tree."""
     array = permuted(as_numpy(leaf, pair.left), pair)
-    shape, wanted = tuple(array.shape), tuple(like.shape)
-    if shape != wanted:
-        described = target.arrays.describe(like) if target else f"{like.dtype}{list(wanted)}"
+    if tuple(array.shape) != tuple(like.shape):
         raise FuncgaError(
-            f"`{pair.left}` is {array.dtype}{list(shape)} and `{pair.right}` of `like` is "
-            f"{described}: the shapes differ, and nothing is reshaped. If the axes are permuted, "
-            f"put funcga.trees.Rule(r'{re.escape(pair.left)}', r'{pair.right}', axes='oi->io') "
-            "before the other rules; else make `like` of a model of the same sizes."
+            f"`{pair.left}` is {described(array)} and `{pair.right}` of `like` is "
+            f"{described(like)}: the shapes differ, and nothing is reshaped. If the axes are "
+            f"permuted, put funcga.trees.Rule(r'{re.escape(pair.left)}', r'{pair.right}', "
+            "axes='oi->io') before the other rules; else make `like` of a model of the same sizes."
         )
-    if target is None:
-        return array.copy()
-    return side(target).moved_like(converted(array, target, copy=True), like)
+    return _copied(array, like)
+
+
+def _copied(array: Array, like: Array) -> Array:
+    """A copy of the array in the framework, and on the devices, of another one."""
+    framework = framework_of(like)
+    assert framework is not None
+    return side(framework).moved_like(converted(array, framework, copy=True), like)
 
 
 # -- dotted paths
@@ -163,36 +154,20 @@ def by_path(tree: Tree, name: str) -> dict[str, Array]:
 
 
 def _children_in(tree: Tree) -> Children:
-    """A function that returns the children of a node: dicts, lists and tuples in their own order,
-    other containers as the framework of the tree has them.
-
-    Unlike in a fold, a tree may hold arrays of several frameworks, or only of NumPy.
+    """A function that returns the children of a node: of dicts and lists in their own order, as JAX
+    would sort the keys of a dict; of other containers as the framework of the tree has them.
     """
-    # The framework that owns an array knows the containers best; without arrays any one is asked.
-    loaded = load_imported()
-    owners = [b for b in loaded if any(map(b.arrays.owns, b.trees.flatten(tree, _is_pathless)[0]))]
-    backend = [*loaded, *owners][-1] if loaded else None
+    # Trees of NumPy arrays need no framework.
+    framework = walked(tree).trees.children if load_imported() else container_children
 
     def children(node: Tree) -> list[tuple[str, Tree]] | None:
-        # JAX would sort the keys of a dict, and NumPy's trees need no framework.
         if isinstance(node, Mapping):
             return [(f"[{key!r}]", child) for key, child in node.items()]
-        if isinstance(node, tuple | list):
-            fields = getattr(node, "_fields", None)
-            keys = (
-                [f".{field}" for field in fields]
-                if fields
-                else [f"[{index}]" for index in range(len(node))]
-            )
-            return list(zip(keys, node, strict=True))
-        return backend.trees.children(node) if backend and not _is_pathless(node) else None
+        if type(node) in (tuple, list):
+            return [(f"[{index}]", child) for index, child in enumerate(node)]
+        return None if is_pathless(node) else framework(node)
 
     return children
-
-
-def _is_pathless(node: object) -> bool:
-    """Whether a node has items without names: an iterator, or a view of a dict."""
-    return isinstance(node, Iterator | MappingView)
 
 
 def _check_leaf(leaf: object, where: str) -> None:
@@ -202,7 +177,7 @@ def _check_leaf(leaf: object, where: str) -> None:
             f"{where} is the module {type(leaf).__name__}, which is no tree of arrays. Pass its "
             "parameters, dict(module.named_parameters()), or its buffers too: module.state_dict()."
         )
-    if _is_pathless(leaf):
+    if is_pathless(leaf):
         raise FuncgaError(
             f"{where} is a {type(leaf).__name__}, whose items have no paths. Pass a dict: "
             "dict(module.named_parameters()) instead of module.parameters(), tree instead of "
@@ -216,13 +191,9 @@ def as_numpy(leaf: Array, path: str) -> Array:
 
     Raises FuncgaError, with the path, if NumPy does not support the array.
     """
-    owner = owner_of(leaf)
-    if owner is None:
+    if framework_of(leaf) in (None, "numpy"):
         return leaf
-    try:
-        return side(owner).export_array(leaf, set())
-    except ExportError as error:
-        raise FuncgaError(f"{f'`{path}`' if path else 'the array'} is {error}.") from error
+    return converted(leaf, "numpy", copy=None, name=path or "the array")
 
 
 # -- state dicts
@@ -248,7 +219,8 @@ def to_state_dict(tree: Tree) -> dict[str, Array]:
     """
     backend = backend_of([tree], lambda: ["tree"])
     leaves = zip(leaf_paths(tree, backend.trees), backend.trees.flatten(tree)[0], strict=True)
-    return {path: side(backend).stored(leaf) for path, leaf in leaves if leaf is not None}
+    stored = side(backend.name).stored
+    return {path: stored(leaf) for path, leaf in leaves if leaf is not None}
 
 
 def from_state_dict(like: Tree, state_dict: Mapping[str, Array]) -> Tree:
@@ -270,43 +242,34 @@ def from_state_dict(like: Tree, state_dict: Mapping[str, Array]) -> Tree:
         >>> saved = funcga.trees.to_state_dict(tx.init({"w": jnp.ones(2)}))
         >>> state = funcga.trees.from_state_dict(tx.init({"w": jnp.zeros(2)}), saved)
     """
-    # None has a path, too, but is in no state dict.
     backend = backend_of([like], lambda: ["like"])
     likes, structure = backend.trees.flatten(like)
     paths = leaf_paths(like, backend.trees)
+    # None has a path, too, but is in no state dict.
+    expected = [path for path, leaf in zip(paths, likes, strict=True) if leaf is not None]
     try:
-        check_paths(
-            [path for path, leaf in zip(paths, likes, strict=True) if leaf is not None],
-            [*state_dict],
-        )
+        check_paths(expected, [*state_dict])
     except PathError as error:
         raise FuncgaError(
             f"the state dict is not of a tree like this one: {error}. Make `like` as the state was "
             "made that was saved: the same params, transform and options."
         ) from None
-    # Python's numbers are not converted: NumPy's files make them arrays of 64 bits.
-    arrays = {
-        path: state_dict[path]
-        for path, leaf in zip(paths, likes, strict=True)
-        if backend.arrays.is_array(leaf)
-    }
-    saved = {**state_dict, **converted(arrays, backend, copy=True)}
     leaves = [
-        leaf if leaf is None else _restored(path, saved[path], leaf, backend)
+        leaf if leaf is None else _restored(path, state_dict[path], leaf, backend)
         for path, leaf in zip(paths, likes, strict=True)
     ]
     return backend.trees.unflatten(structure, leaves)
 
 
-def _restored(path: str, array: Array, like: Array, backend: Backend) -> Array:
-    arrays = backend.arrays
-    if not arrays.is_array(like):
-        return type(like)(array) if isinstance(like, int | float | complex | str) else array
-    ours = side(backend)
-    if arrays.describe(ours.stored(array)) != arrays.describe(ours.stored(arrays.as_array(like))):
+def _restored(path: str, saved: Array, like: Array, backend: Backend) -> Array:
+    # Numbers of Python stay such: NumPy's files make them arrays of 64 bits.
+    if not backend.arrays.is_array(like):
+        return type(like)(saved) if isinstance(like, int | float | complex | str) else saved
+    ours = side(backend.name)
+    array = converted(saved, backend.name, copy=True, name=path)
+    if described(ours.stored(array)) != described(ours.stored(like)):
         raise FuncgaError(
-            f"{path} is {arrays.describe(array)} in the state dict and {arrays.describe(like)} in "
-            "the tree to fill. Nothing is cast: make `like` of params in the shapes and dtypes "
-            "that were saved."
+            f"{path} is {described(array)} in the state dict and {described(like)} in the tree to "
+            "fill. Nothing is cast: make `like` of params in the shapes and dtypes that were saved."
         )
     return ours.moved_like(ours.restored(array, like), like)

@@ -1,9 +1,9 @@
 """The JAX backend of funcga: lax.scan and JAX arrays on any device."""
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 from funcga._backend import Backend
+from funcga._tools import later
 from jax_backend import (
     arrays,
     loop,
@@ -23,20 +23,13 @@ if TYPE_CHECKING:
     from jax_backend import hlo as hlo
     from jax_backend.hlo import collectives
 else:
-    _LATER = {
-        "collectives": "jax_backend.hlo",
-        "example_keys": "funcga.tools.example_keys.in_jax",
-        "sampled": "funcga.tools.example_keys.in_jax",
-    }
-
-    def __getattr__(name: str) -> object:
-        if name == "hlo":
-            return import_module("jax_backend.hlo")
-        if name not in _LATER:
-            raise AttributeError(f"module 'jax_backend' has no attribute {name!r}")
-        # Kept in the module, so that the next look finds it without this function.
-        value = globals()[name] = vars(import_module(_LATER[name]))[name]
-        return value
+    __getattr__ = later(
+        __name__,
+        {
+            "jax_backend.hlo": ("hlo", "collectives"),
+            "funcga.tools.example_keys.in_jax": ("example_keys", "sampled"),
+        },
+    )
 
 
 # For completion in an editor or a shell.

@@ -151,12 +151,6 @@ def addends(weight: Scalar, wide: bool) -> tuple[jax.Array, ...]:
     return two_sum((weight - low).astype(jnp.float32), low.astype(jnp.float32))
 
 
-def owned(array: jax.Array, others: Sequence[jax.Array]) -> jax.Array:
-    """The array, or a copy if it shares memory with one of the others."""
-    # JAX arrays are immutable, but donating the result would delete the other array.
-    return jnp.array(array, copy=True) if any(array is other for other in others) else array
-
-
 def stored(array: Array) -> Array:
     """The array as one of numbers, which any file format takes: of random keys, their data."""
     return jax.random.key_data(array) if _is_key(array) else array

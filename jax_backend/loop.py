@@ -68,9 +68,9 @@ def accumulated(
 
 def begin(program: Program, backend: Backend, spread: Spread, args: Args, kwargs: Kwargs) -> Kwargs:
     """The keyword arguments of grad_fn, once the prologue of the program has run."""
-    fold = lambda program, args: accumulated(program, backend, spread, args, {})[0]
-    named: Kwargs = program.prologue(program, backend, fold, args, kwargs)
-    return named
+    first = program.prologue
+    result, _ = accumulated(first.program(program, backend), backend, spread, args, {})
+    return dict(**kwargs, **{first.name: result})
 
 
 def fold_batch(
@@ -139,7 +139,7 @@ def _scan(
     ):
         folded, _ = arrays.settle_types(lambda folded: step.add(folded, starts[0]), folded)
     folded, collected = lax.scan(step.add, folded, starts)
-    pairs = zip(step.outputs.collected_folds, collected, strict=True)
+    pairs = zip(step.outputs.collected.values(), collected, strict=True)
     return folded, [sharding.concatenated(stacked, fold.axis or 0) for fold, stacked in pairs]
 
 
@@ -271,7 +271,10 @@ class Step:
             found = outputs.leaves(value, "a later micro-batch"), weigh(own), {}
         leaves, weighed, in_place = found
         if self.readings is not None:
-            leaves = self.readings.leaves_in_place(leaves, weighed.into[0].weight, in_place)
+            # The weight of a mean is in its unit, but of that only whether it is 0 counts.
+            leaves[: outputs.before] = self.readings.leaves_for(
+                leaves, weighed.into[0].weight, in_place
+            )
         values = [*leaves]
         for leaf_index, addend in weighed.into.items():
             if leaf_index not in in_place:
@@ -293,7 +296,7 @@ class Step:
     def _weigh(self, before: Folded, own: Tally | None) -> Weighed:
         outputs, total, factor = self.outputs, before.total, None
         if own is None:
-            folds = outputs.reduced_folds
+            folds = outputs.reduced.values()
             weights = [self.rows / self.unit if fold.is_mean else self.rows for fold in folds]
         else:
             total = total.merge(own)
@@ -301,12 +304,10 @@ class Step:
             unit = unit_of(total.total, arrays)
             factor = unit_of(before.total.total, arrays) / unit
             weights = [tally.total for tally in tallies_of(outputs, own, unit)]
-        quadruples = zip(
-            outputs.reduced, before.reduced, outputs.reduced_folds, weights, strict=True
-        )
+        triples = zip(outputs.reduced.items(), before.reduced, weights, strict=True)
         into = {
             leaf_index: Into(accumulator, fold, weight, factor if fold.is_mean else None)
-            for leaf_index, accumulator, fold, weight in quadruples
+            for (leaf_index, fold), accumulator, weight in triples
         }
         return Weighed(into, total)
 
@@ -344,7 +345,7 @@ def _begin(
     nothing, or what is known of all.
     """
     identities = []
-    for leaf_index, fold in zip(outputs.reduced, outputs.reduced_folds, strict=True):
+    for leaf_index, fold in outputs.reduced.items():
         aval: ShapedArray = traced.program.out_avals[leaf_index]
         if aval.sharding.mesh.empty:
             identities.append(fold.identity(aval))
@@ -379,7 +380,7 @@ def _merged(
         jnp.concatenate(arrays.with_common_sharding(column), axis=fold.axis or 0).astype(
             fold.result_dtype
         )
-        for fold, column in zip(outputs.collected_folds, zip(*chunks, strict=True), strict=True)
+        for fold, column in zip(outputs.collected.values(), zip(*chunks, strict=True), strict=True)
     ]
     folded = folded._replace(collected=collected, unit=unit)
     return folded if replicas is None else merge(outputs, folded, replicas)
@@ -388,10 +389,8 @@ def _merged(
 def _finished(program: Program, outputs: Outputs, folded: Folded, kwargs: Kwargs) -> Result:
     """What was folded, normalised, in the structure of grad_fn's output."""
     tallies = tallies_of(outputs, folded.total, folded.unit)
-    triples = [*zip(outputs.reduced, outputs.reduced_folds, folded.reduced, strict=True)]
-    normalised = [
-        fold.normalize(leaf, tally) for (_, fold, leaf), tally in zip(triples, tallies, strict=True)
-    ]
+    triples = zip(outputs.reduced.values(), folded.reduced, tallies, strict=True)
+    normalised = [fold.normalize(leaf, tally) for fold, leaf, tally in triples]
     parts = normalised, folded.collected, folded.state
     if program.skip is not None:
         parts = program.skip.in_jax.unless_rejected(outputs, folded, *parts)
@@ -400,7 +399,7 @@ def _finished(program: Program, outputs: Outputs, folded: Folded, kwargs: Kwargs
         result = program.finish(outputs.backend, result, kwargs)
     # Raises FuncgaError, which names the leaf, for a result that is lost where the host sees it.
     lost: list[jax.Array] = []
-    for leaf_index, fold, reduced in triples:
+    for (leaf_index, fold), reduced in zip(outputs.reduced.items(), folded.reduced, strict=True):
         if fold.fold.normalizer.lost is not None:
             path = lambda leaf_index=leaf_index: outputs.paths()[leaf_index]
             lost += fold.check_known(reduced, folded.total, path)
@@ -412,7 +411,7 @@ def tallies_of(outputs: Outputs, total: Tally, unit: Scalar) -> list[Tally]:
     it, as 0 would be wrong.
     """
     of_kind: dict[tuple[bool, bool], Tally] = {}  # one for each kind of leaf
-    for fold in outputs.reduced_folds:
+    for fold in outputs.reduced.values():
         kind = fold.is_mean, fold.is_narrow
         if kind in of_kind:
             continue
@@ -422,7 +421,7 @@ def tallies_of(outputs: Outputs, total: Tally, unit: Scalar) -> list[Tally]:
             fits = (weight == 0) | ((weight >= LEAST32) & (weight <= MOST32))
             weight = jnp.where(fits, weight, jnp.full_like(weight, jnp.nan)).astype(jnp.float32)
         of_kind[kind] = Tally((weight,), total.steps)
-    return [of_kind[fold.is_mean, fold.is_narrow] for fold in outputs.reduced_folds]
+    return [of_kind[fold.is_mean, fold.is_narrow] for fold in outputs.reduced.values()]
 
 
 # -- stream: a program for each micro-batch

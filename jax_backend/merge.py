@@ -54,9 +54,7 @@ def merge(outputs: Outputs, folded: Folded, replicas: Replicas) -> Folded:
     collectives = _Collectives(replicas.names)
     reduced = [
         _merge_leaf(collectives, fold, lifted, scatter.get(leaf_index))
-        for leaf_index, fold, lifted in zip(
-            outputs.reduced, outputs.reduced_folds, folded.reduced, strict=True
-        )
+        for (leaf_index, fold), lifted in zip(outputs.reduced.items(), folded.reduced, strict=True)
     ]
     total = _merge_tally(collectives, folded.total)
     # Replicas have the rows of a batch in order, so its final state is that of the last replica.
@@ -67,7 +65,7 @@ def merge(outputs: Outputs, folded: Folded, replicas: Replicas) -> Folded:
     collectives.run()
     rows = [
         sharding.concatenated(gathered, fold.axis or 0)
-        for fold, gathered in zip(outputs.collected_folds, collected(), strict=True)
+        for fold, gathered in zip(outputs.collected.values(), collected(), strict=True)
     ]
     return folded._replace(
         reduced=[later() for later in reduced],
@@ -89,7 +87,7 @@ def _in_one_unit(outputs: Outputs, folded: Folded, replicas: Replicas) -> Folded
         names <= arrays.typed_axes(names) and not names & varying_axes(jax.typeof(unit))
     ):
         return folded
-    pairs = zip(outputs.reduced_folds, folded.reduced, strict=True)
+    pairs = zip(outputs.reduced.values(), folded.reduced, strict=True)
     reduced = [leaf * unit.astype(leaf.dtype) if fold.is_mean else leaf for fold, leaf in pairs]
     return folded._replace(reduced=reduced, unit=1.0)
 
@@ -154,16 +152,14 @@ def _scatter_axes(outputs: Outputs, replicas: Replicas) -> dict[int, int]:
     """
     if replicas.scatter is None:
         return {}
-    count = len(outputs.folds)
-    tree = outputs.structure_of(range(count))
+    tree = outputs.structure_of(range(len(outputs.folds)))
     what = "scatter is no prefix of what grad_fn returns"
-    leaf_axes = broadcast(replicas.scatter, tree, count, _is_axis, trees, "output", what)
-    reduced = dict(zip(outputs.reduced, outputs.reduced_folds, strict=True))
+    leaf_axes = broadcast(replicas.scatter, tree, _is_axis, trees, "output", what)
     scatter: dict[int, int] = {}
     for leaf_index, (axis, _) in enumerate(leaf_axes):
         if axis is None:
             continue
-        fold, axes = reduced.get(leaf_index), len(outputs.shapes[leaf_index] or ())
+        fold, axes = outputs.reduced.get(leaf_index), len(outputs.shapes[leaf_index] or ())
         if fold is None or fold.fold.reducer.monoid.collective != "sum":
             raise FuncgaError(
                 f"scatter={axis} for {outputs.paths()[leaf_index]}, and its fold is no sum: only "

@@ -148,8 +148,7 @@ def _specs(
         in_specs = (whole, *[rows] * (len(args) - 1))[: len(args)]
     is_spec = lambda spec: isinstance(spec, PartitionSpec)
     what = "in_specs is no prefix of the positional arguments"
-    count = len(trees.flatten(args)[0])
-    leaf_specs = broadcast(in_specs, args, count, is_spec, trees, "args", what)
+    leaf_specs = broadcast(in_specs, args, is_spec, trees, "args", what)
     return [spec for spec, _ in leaf_specs]
 
 

@@ -148,7 +148,7 @@ def may_reorder_rows(outputs: Outputs, size: int) -> bool:
     the order, and collected leaves have one row for each row of the micro-batch. Those that come
     before the value have one row for a micro-batch.
     """
-    if any(fold.fold.reducer.monoid.collective is None for fold in outputs.reduced_folds):
+    if any(fold.fold.reducer.monoid.collective is None for fold in outputs.reduced.values()):
         return False
     shapes = [
         None if leaf_index < outputs.before else outputs.shapes[leaf_index]
@@ -161,7 +161,7 @@ def may_reorder_rows(outputs: Outputs, size: int) -> bool:
 
 
 def _axes(outputs: Outputs) -> list[int]:
-    return [fold.axis or 0 for fold in outputs.collected_folds]
+    return [fold.axis or 0 for fold in outputs.collected.values()]
 
 
 def narrowing(

@@ -3,8 +3,6 @@ a window that each replica has, and their merge.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +10,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from funcga._call import Memory
-from funcga._fold import LeafFold, Tally
+from funcga._fold import Tally
 from funcga._fold.accumulator import Accumulation, AccumulatorState
 from funcga._transform.multi_steps import Dropped, MultiSteps, MultiStepsState
 from funcga._types import Array, Reduced, Scalar, Tree
@@ -41,12 +39,15 @@ def finish(window: Accumulation, tallies: Sequence[Tally], donate: bool) -> list
     """The leaves of a window, each normalised by its tally; in memory of their own, or in that of
     donated sums.
     """
-    normalized = LeafFold.normalize if donate else LeafFold.result
     triples = zip(window.outputs.folds, window.accumulators, tallies, strict=True)
-    return [
-        None if fold is None else normalized(fold, reduced, tally)
-        for fold, reduced, tally in triples
+    results = [
+        None if fold is None else fold.normalize(reduced, tally) for fold, reduced, tally in triples
     ]
+    # JAX arrays are immutable, but donating a result that is a sum would delete the sum.
+    sums = set() if donate else {*map(id, jax.tree.leaves([*window.accumulators]))}
+    own = lambda leaf: jnp.array(leaf, copy=True) if id(leaf) in sums else leaf
+    finished: list[Reduced] = jax.tree.map(own, results)
+    return finished
 
 
 def scaled(leaves: Sequence[Array], factor: Scalar, donate: bool) -> list[Array]:
@@ -100,25 +101,18 @@ def check_gradients(leaves: Sequence[Array], window: Accumulation) -> None:
             )
 
 
-def telling(across: Any, memory: Memory) -> AbstractContextManager[object]:
-    """The context of a call that ends a window, in which other processes are told of an error."""
-    return nullcontext()
-
-
 def merged(window: Accumulation, memory: Memory, updates: Array, donate: bool) -> Accumulation:
     """The window merged over its replicas, whose states have made so many `updates`; in the same
     memory if that is donated.
     """
-    outputs, accumulators = window.outputs, [*window.accumulators]
+    outputs, accumulators = window.outputs, dict(enumerate(window.accumulators))
     reduced = [accumulators[leaf_index] for leaf_index in outputs.reduced]
     rejected = window.rejected.astype(window.tally.weight[0].dtype)
     folded = merging.Folded(reduced, window.tally, [], [], window.unit, rejected)
     folded = merging.merge(outputs, folded, window.replicas)
-    # None stays.
-    for leaf_index, leaf in zip(outputs.reduced, folded.reduced, strict=True):
-        accumulators[leaf_index] = leaf
-    rejected = jnp.asarray(folded.rejected, jnp.int32)
-    return Accumulation(outputs, accumulators, folded.total, folded.unit, rejected)
+    accumulators.update(zip(outputs.reduced, folded.reduced, strict=True))  # None stays
+    sums, rejected = [*accumulators.values()], jnp.asarray(folded.rejected, jnp.int32)
+    return Accumulation(outputs, sums, folded.total, folded.unit, rejected)
 
 
 def own_parts(

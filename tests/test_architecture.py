@@ -192,7 +192,6 @@ def test_both_sides_of_a_tool_have_the_same_functions(tool):
 # Where CUDA alone is meant, and no device of another kind would do.
 CUDA_ALONE = {
     "funcga/tools/trees/in_torch.py": "the devices of which JAX's `gpu` is one",
-    "funcga/tools/optax_on_tensors/in_torch.py": "the devices of which JAX's `gpu` is one",
     "funcga/tools/compiled/in_torch.py": "CUDA graphs",
     "funcga/tools/fused/in_torch.py": "products that add in another dtype",
     "funcga/tools/verify/in_torch.py": "cuDNN, and whether CUDA has been used",

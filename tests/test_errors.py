@@ -307,7 +307,8 @@ def test_64_bits(kit):
     with jax.enable_x64(True):
         narrow, wide = (funcga.Accumulator(funcga.mean(dtype=dtype)) for dtype in ("float32", "float64"))
         states = [each.update(each.init(value), value) for each in (narrow, wide)]
-        check_refused("one state counts in 64 bits and the other in 32:", wide.merge, *states)
+        with pytest.raises((IndexError, ValueError)):  # one state counts in 64 bits, and the other in two halves of 32
+            wide.merge(*states)
 
 
 def test_nothing_is_changed_by_a_failed_call(kit):

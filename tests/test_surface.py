@@ -61,7 +61,7 @@ def test_a_call(framework):
 def test_what_is_installed_has_its_data():
     for package in ("funcga", "torch_backend", "jax_backend"):
         assert importlib.resources.files(package).joinpath("py.typed").is_file(), package
-    assert importlib.resources.files("funcga.tools.verify.causes").joinpath("folds.toml").is_file()
+    assert importlib.resources.files("funcga.tools.verify.causes").joinpath("causes.toml").is_file()
     assert importlib.metadata.version("funcga") == funcga.__version__
 
 

@@ -9,7 +9,7 @@ import torch
 from funcga._backend import Backend
 from funcga._fold import Tally
 from funcga._fold.accumulator import AccumulatorState, Parts
-from funcga._tools import load
+from funcga._tools import later
 from funcga._transform.multi_steps import Dropped, MultiStepsState
 from torch_backend import arrays, gradients, loop, replicas, states, transforms, trees
 from torch_backend.modules import pure_loss, trainable
@@ -27,28 +27,22 @@ if TYPE_CHECKING:
     from funcga.tools.pipelines.in_torch import pipeline_value_and_grad
     from funcga.tools.statistics.in_torch import running_buffers
 else:
-    _LATER = {
-        "chain": "optimizers.chain_in_torch",
-        "clip_grad_norm": "optimizers.chain_in_torch",
-        "clip_grad_value": "optimizers.chain_in_torch",
-        "example_keys": "example_keys.in_torch",
-        "from_optax": "optax_on_tensors.in_torch",
-        "from_optimizer": "optimizers.in_torch",
-        "fused_gradients": "fused.in_torch",
-        "last_options": "optimizers.in_torch",
-        "pipeline_value_and_grad": "pipelines.in_torch",
-        "running_buffers": "statistics.in_torch",
-        "sampled": "example_keys.in_torch",
-        "seeded": "example_keys.in_torch",
-    }
-
-    def __getattr__(name: str) -> object:
-        if name not in _LATER:
-            raise AttributeError(f"module 'torch_backend' has no attribute {name!r}")
-        # Kept in the module, so that the next look finds it without this function.
-        tool = load(_LATER[name], f"torch_backend.{name}")
-        value = globals()[name] = vars(tool)[name]
-        return value
+    __getattr__ = later(
+        __name__,
+        {
+            "funcga.tools.example_keys.in_torch": ("example_keys", "sampled", "seeded"),
+            "funcga.tools.fused.in_torch": ("fused_gradients",),
+            "funcga.tools.optax_on_tensors.in_torch": ("from_optax",),
+            "funcga.tools.optimizers.chain_in_torch": (
+                "chain",
+                "clip_grad_norm",
+                "clip_grad_value",
+            ),
+            "funcga.tools.optimizers.in_torch": ("from_optimizer", "last_options"),
+            "funcga.tools.pipelines.in_torch": ("pipeline_value_and_grad",),
+            "funcga.tools.statistics.in_torch": ("running_buffers",),
+        },
+    )
 
 
 __all__ = [

@@ -231,11 +231,6 @@ def param_groups(module: Any) -> list[ParamGroup]:
     return module._get_fsdp_state()._fsdp_param_groups  # type: ignore[no-any-return]
 
 
-def is_sharded(group: ParamGroup) -> bool:
-    """Whether the module's own parameters are the sharded ones now."""
-    return bool(group.is_sharded)
-
-
 def sharded_params(group: ParamGroup) -> list[torch.Tensor]:
     """The DTensors."""
     return [param.sharded_param for param in group.fsdp_params]
@@ -261,11 +256,12 @@ def process_groups_of(group: ParamGroup) -> list[Any]:
 
 def dtype_of_sums(group: ParamGroup, sharded: torch.Tensor) -> torch.dtype | None:
     """What passes without synchronisation sum the gradients of a sharded parameter in; None for its
-    own dtype.
+    own dtype, and for one that is not in the group.
     """
-    (policy,) = [param.mp_policy for param in group.fsdp_params if param.sharded_param is sharded]
     in_grad = sharded.grad_dtype if holds_sums_in_grad(group) else None
-    return policy.reduce_dtype or in_grad or policy.param_dtype
+    policies = [param.mp_policy for param in group.fsdp_params if param.sharded_param is sharded]
+    dtypes = [policy.reduce_dtype or in_grad or policy.param_dtype for policy in policies]
+    return next(iter(dtypes), None)
 
 
 def values_in_a_window(group: ParamGroup) -> list[tuple[Any, str, object]]:

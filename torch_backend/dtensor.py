@@ -25,10 +25,12 @@ def is_dtensor(leaf: object) -> bool:
 
 
 def local(tensor: Any) -> Any:
-    """The shard that this process has of a tensor, or of each tensor in a tuple."""
+    """The shard that this process has of a tensor, or of each tensor in a tuple; in its memory, and
+    in no graph.
+    """
     if isinstance(tensor, tuple):
         return tuple(map(local, tensor))
-    return tensor.to_local() if is_dtensor(tensor) else tensor
+    return _private.local_tensor(tensor) if is_dtensor(tensor) else tensor
 
 
 def local_tensors(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -39,7 +41,7 @@ def local_tensors(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     # DTensor.
     if {*map(type, tensors)} == {torch.Tensor}:
         return [*tensors]
-    return [_private.local_tensor(tensor) if is_dtensor(tensor) else tensor for tensor in tensors]
+    return [*map(local, tensors)]
 
 
 @dataclass(frozen=True)
@@ -119,35 +121,13 @@ def ranks_with_other_shards(tensor: Any, ranks: Collection[int]) -> list[int]:
     return []
 
 
-def summed_over_shards(
-    numbers: Sequence[torch.Tensor], tensors: Sequence[Any]
-) -> list[torch.Tensor]:
-    """Sums over the shards of DTensors, of what each process has computed of its own, [m]; one
-    reduction a mesh.
-    """
-    sums, alike = [*numbers], dict[tuple[Any, ...], list[int]]()
-    for index, tensor in enumerate(tensors):
-        placements = enumerate(tensor.placements if is_dtensor(tensor) else ())
-        dims = [dim for dim, placement in placements if not placement.is_replicate()]
-        groups = tuple([tensor.device_mesh.get_group(dim) for dim in dims])
-        if groups:
-            alike.setdefault(groups, []).append(index)
-    for groups, indices in alike.items():
-        together = torch.stack([numbers[index] for index in indices])
-        for group in groups:
-            dist.all_reduce(together, group=group)
-        for index, total in zip(indices, together, strict=True):
-            sums[index] = total
-    return sums
-
-
 def local_rows(array: Any, axis: int, start: int, size: int) -> Any:
     """`size` rows of each device, from its row `start` on, along an axis, as one DTensor. No row
     travels.
     """
     from torch.distributed.tensor import DTensor
 
-    rows = local(array).narrow(axis, start, size)
+    rows = array.to_local().narrow(axis, start, size)
     return DTensor.from_local(rows, array.device_mesh, array.placements, run_check=False)
 
 

@@ -34,7 +34,7 @@ from torch_backend.engine.window import Window
 from torch_backend.modules.checks import check_not_wrapped, modules_in
 from torch_backend.prefetch import moved as moved
 from torch_backend.reduce import reductions_of
-from torch_backend.reduce.telling import telling as telling_windows
+from torch_backend.reduce import telling as telling_windows
 from torch_backend.replicas import are_processes
 from torch_backend.wrapped.gradient import ModuleGradient
 
@@ -82,9 +82,9 @@ def begin(
     program: Program, backend: Backend, args: tuple[Tree, ...], kwargs: dict[str, Tree]
 ) -> dict[str, Tree]:
     """The keyword arguments of grad_fn, once the prologue of the program has run."""
-    fold = lambda program, args: accumulate(program, backend)(args, {})
-    named: dict[str, Tree] = program.prologue(program, backend, fold, args, kwargs)
-    return named
+    first = program.prologue
+    result = accumulate(first.program(program, backend), backend)(args, {})
+    return dict(**kwargs, **{first.name: result})
 
 
 def run_window(
@@ -247,11 +247,12 @@ class Source:
             make = self.compiled.window_of(program, gradient)
             if make is not None:
                 return make(program, gradient, backend, arguments, plan)
-        merges = [] if program.across is None else reductions_of(program, backend)
+        across = program.across
+        merges = [] if across is None else reductions_of(across, program.memory)
         if gradient is not None and program.skip is None:
             window = program, gradient, backend, arguments, plan, own
             if self.is_distributed:
-                return Distributed(next(iter(merges), None), *window)
+                return Distributed(merges, *window)
             return Window(*window)
         function, records = program.grad_fn, gradient is not None
         if isinstance(function, GradientFunction):
@@ -440,6 +441,6 @@ def _given_up(program: Program, backend: Backend) -> AbstractContextManager[obje
     if isinstance(grad_fn, ModuleGradient) and grad_fn.kind != MODULE:
         wrapped: Any = grad_fn
         stack.enter_context(wrapped.window(program, backend, Arguments((), grad_fn, backend), None))
-    elif program.across is not None:
-        reductions_of(program, backend)
+    else:
+        reductions_of(program.across, program.memory)
     return stack

@@ -3,19 +3,19 @@ added.
 """
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
-from funcga._backend.prefixes import PathError, PrefixError, leaf_paths, paths_apart, subtrees
-from funcga._types import Array, Tree
+from funcga._backend.prefixes import leaf_paths, subtrees
+from funcga._types import Tree
 from funcga.errors import FuncgaError
 from torch_backend import arrays, trees
 from torch_backend.arrays import with_strides_of, without_overlap
-from torch_backend.dtensor import is_dtensor, local, without_partials
+from torch_backend.dtensor import is_dtensor, without_partials
 
 
 def apply_updates(params: Tree, updates: Tree) -> Tree:
@@ -42,102 +42,42 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
         >>> torch_backend.apply_updates(params, {"w": torch.full((2,), -0.5)})
         {'w': tensor([0.5000, 0.5000])}
     """
-    leaves, structure = trees.flatten(params)
     # Inside of a loss that is differentiated, the sum is a part of it.
     with nullcontext() if arrays.in_transform() else torch.no_grad():
-        return trees.unflatten(structure, _sums(leaves, params, updates))
-
-
-def added(params: Tree, updates: Tree, state: Tree, donate: bool) -> Tree:
-    """The params with the updates added; in place if they are donated and share no memory with
-    the state.
-    """
-    if not donate or arrays.in_transform():
-        return apply_updates(params, updates)
-    leaves, structure = trees.flatten(apart(params, state))
-    with torch.no_grad():
-        return trees.unflatten(structure, _sums(leaves, params, updates, in_place=True))
-
-
-def narrowed(wide: Tree, params: Tree, donate: bool) -> Tree:
-    """The params that were `widened` and updated, in their own dtypes; in their memory if that
-    is donated.
-    """
-    leaves, structure = trees.flatten(params)
-    narrow = matched(wide, params, "params")
-    for index, (leaf, updated) in enumerate(zip(leaves, narrow, strict=True)):
-        if isinstance(leaf, torch.Tensor) and updated.dtype != leaf.dtype:
-            narrow[index] = leaf.detach().copy_(updated) if donate else updated.to(leaf.dtype)
-    return trees.unflatten(structure, narrow)
-
-
-def apart(params: Tree, other: Tree) -> Tree:
-    """The params, to be written to: copies where they lie in the memory of another one, or of a
-    tensor elsewhere.
-    """
-    leaves, structure = trees.flatten(params)
-    others = storages(other)
-    separate = without_overlap(
-        [leaf.detach() if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
-    )
-    for index, tensor in enumerate(separate):
-        if tensor is None:
-            separate[index] = leaves[index]
-        elif not others.isdisjoint(storages(tensor)):
-            separate[index] = tensor.clone()
-    return trees.unflatten(structure, separate)
-
-
-def storages(tree: Tree) -> set[int]:
-    """The addresses of the memory of the dense tensors in a tree."""
-    addresses, nodes = set(), [tree]
-    while nodes:
-        node = nodes.pop()
-        # The usual containers are walked here, which is much faster than flattening them.
-        if isinstance(node, dict):
-            nodes += node.values()
-        elif isinstance(node, tuple | list):
-            nodes += node
-        elif isinstance(node, torch.Tensor):
-            shard = local(node)
-            if shard.layout is torch.strided:
-                addresses.add(shard.untyped_storage().data_ptr())
-        elif node is not None and trees.children(node) is not None:
-            nodes += trees.flatten(node)[0]
-    return addresses
+        return summed(params, updates)
 
 
 PLAIN, _DTYPE = {torch.Tensor, nn.Parameter}, operator.attrgetter("dtype")
 
 
-def _sums(leaves: list[Array], params: Tree, updates: Tree, in_place: bool = False) -> list[Array]:
-    """Each leaf of the params plus its update. Raises FuncgaError for one that would be
-    broadcast.
-    """
-    sums, additions = [*leaves], matched(updates, params, "updates")
-    for index, (leaf, update) in enumerate(zip(leaves, additions, strict=True)):
-        is_tensor = isinstance(leaf, torch.Tensor) and isinstance(update, torch.Tensor)
-        if update is not None and not (is_tensor and leaf.shape == update.shape):
+def summed(params: Tree, updates: Tree, in_place: bool = False) -> Tree:
+    """The params plus their updates. Raises FuncgaError for an update that would be broadcast."""
+    leaves, structure = trees.flatten(params)
+    additions = matched(updates, params, "updates")
+    pairs = [*zip(leaves, additions, strict=True)]
+    for index, (leaf, update) in enumerate(pairs):
+        if update is not None and leaf.shape != update.shape:
             path = leaf_paths(params, trees)[index]
             raise FuncgaError(
                 f"`updates{path}` is {described(update)}, and `params{path}` is {described(leaf)}. "
                 "An update is a tensor of its parameter's shape, or None: updates, state = "
                 "tx.update(grads, state, params), of these params."
             )
-    is_plain = bool(leaves) and {*map(type, leaves), *map(type, additions)} <= PLAIN
-    if is_plain and [*map(_DTYPE, leaves)] == [*map(_DTYPE, additions)]:
+    is_plain = {*map(type, leaves), *map(type, additions)} <= PLAIN
+    if leaves and is_plain and [*map(_DTYPE, leaves)] == [*map(_DTYPE, additions)]:
         # One launch, where there are any.
-        if not in_place:
-            return [*torch._foreach_add(leaves, additions)]
-        torch._foreach_add_(leaves, additions)
-        return leaves
-    for index, (leaf, update) in enumerate(zip(leaves, additions, strict=True)):
+        if in_place:
+            torch._foreach_add_(leaves, additions)
+        else:
+            leaves = [*torch._foreach_add(leaves, additions)]
+        return trees.unflatten(structure, leaves)
+    for index, (leaf, update) in enumerate(pairs):
         if update is not None:
             more = without_partials(update, leaf)
-            sums[index] = leaf.add_(more) if in_place else (leaf + more).to(leaf.dtype)
-        elif isinstance(leaf, torch.Tensor) and not in_place:
-            sums[index] = leaf.clone()
-    return sums
+            leaves[index] = leaf.add_(more) if in_place else (leaf + more).to(leaf.dtype)
+        elif leaf is not None and not in_place:
+            leaves[index] = leaf.clone()
+    return trees.unflatten(structure, leaves)
 
 
 def assign_grads(params: Tree, grads: Tree) -> None:
@@ -176,18 +116,21 @@ def assign_grads(params: Tree, grads: Tree) -> None:
         if isinstance(grads, Mapping):  # frozen parameters need no gradient
             frozen = [name for name, parameter in params.items() if not parameter.requires_grad]
             grads = {**dict.fromkeys(frozen), **grads}
-    params = list(params) if isinstance(params, Iterator) else params
-    grads = list(grads) if isinstance(params, list) and isinstance(grads, tuple) else grads
     parameters, gradients = trees.flatten(params)[0], matched(grads, params, "grads")
     pairs = [*zip(parameters, gradients, strict=True)]
     # All is checked before the first gradient is set.
     for index, (parameter, grad) in enumerate(pairs):
-        problem = None if grad is None else _problem(parameter, grad)
-        if problem is not None:
+        if grad is not None and not _has_grad(parameter, grad):
             path = leaf_paths(params, trees)[index]
             raise FuncgaError(
                 f"`grads{path}` is {described(grad)}, and `params{path}` is "
-                f"{described(parameter)}{problem}"
+                f"{described(parameter)}. A gradient has its parameter's shape, dtype and device, "
+                "and is a DTensor for a DTensor; and a parameter is what an optimizer steps: it "
+                "requires grad, and is not computed from others. What is frozen does not, nor does "
+                "a detached copy, such as state_dict() has. The parameters come first: "
+                "assign_grads(module, grads) of step(torch_backend.trainable(module), ...), under "
+                "funcga.mean(out_dtype=...) for another dtype; or let the parameter have such a "
+                "gradient, parameter.grad_dtype = None."
             )
     laid = [grad if grad is None else with_strides_of(grad.detach(), p) for p, grad in pairs]
     for parameter, grad in zip(parameters, without_overlap(laid), strict=True):
@@ -195,39 +138,17 @@ def assign_grads(params: Tree, grads: Tree) -> None:
             parameter.grad = grad
 
 
-def _problem(parameter: Any, grad: Any) -> str | None:
-    """What is wrong with a gradient for this parameter, and what to do."""
-    if not isinstance(parameter, torch.Tensor) or not parameter.is_leaf:
-        return (
-            ", computed from others, which has no .grad that an optimizer would look at. Give the "
-            "module, or the parameters that the optimizer was given: "
-            "dict(module.named_parameters())."
-        )
-    if not parameter.requires_grad:
-        return (
-            " that does not require a gradient, so that no optimizer should step it: it is frozen, "
-            "or a detached copy, such as state_dict() has. The parameters come first, and those "
-            "that are trained: assign_grads(module, grads) of "
-            "step(torch_backend.trainable(module), ...). Or unfreeze it: "
-            "parameter.requires_grad_(True)."
-        )
-    is_alike = isinstance(grad, torch.Tensor) and is_dtensor(grad) == is_dtensor(parameter)
-    where = parameter.shape, parameter.device
-    if (
-        is_alike
-        and (grad.shape, grad.device) == where
-        and parameter.grad_dtype in (None, grad.dtype)
-    ):
-        return None
-    return (
-        ". A gradient has its parameter's shape, dtype and device, and is a DTensor for a DTensor: "
-        "take those that a step returns, under funcga.mean(out_dtype=...) for another dtype; or "
-        "let the parameter have such a gradient, parameter.grad_dtype = None."
-    )
+def _has_grad(parameter: Any, grad: Any) -> bool:
+    """Whether an optimizer steps the parameter, and it can have this gradient."""
+    if not isinstance(parameter, torch.Tensor) or not isinstance(grad, torch.Tensor):
+        return False
+    is_stepped = parameter.is_leaf and parameter.requires_grad
+    place, wanted = [(x.shape, x.device, is_dtensor(x)) for x in (grad, parameter)]
+    return is_stepped and place == wanted and parameter.grad_dtype in (None, grad.dtype)
 
 
-def matched(tree: Tree, like: Tree, name: str, like_name: str = "params") -> list[Tree]:
-    """What a tree has at each leaf of another one, in the order of that one's leaves.
+def matched(tree: Tree, like: Tree, name: str) -> list[Tree]:
+    """What a tree of this name has at each leaf of another one, in the order of that one's leaves.
 
     Children are matched by key, so the order of a dict does not matter. Raises FuncgaError, with
     the paths, for a key that only one of the two has.
@@ -236,17 +157,7 @@ def matched(tree: Tree, like: Tree, name: str, like_name: str = "params") -> lis
     is_flat = type(like) is type(tree) is dict and {*map(type, like.values())} <= PLAIN
     if is_flat and like.keys() == tree.keys():
         return [tree[key] for key in like]
-    try:
-        return subtrees(tree, like, trees)
-    except PrefixError as error:
-        nodes = [trees.children(node) or () for node in (error.prefix, error.tree)]
-        apart = PathError(*paths_apart(*[[key for key, _ in node] for node in nodes]))
-        raise FuncgaError(
-            f"{name} and {like_name} differ in structure: `{name}{error.path}` is "
-            f"{arrays.describe(error.tree)}, with {apart}. Give {name} the structure of "
-            f"{like_name}; of loss, grads = step(...) the gradients alone, with None where there "
-            "is none."
-        ) from None
+    return subtrees(tree, like, trees, name)
 
 
 def described(leaf: object) -> str:

@@ -51,7 +51,17 @@ class Replicas:
     wire_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "group", _group(self.group))
+        group = self.group.get_group() if isinstance(self.group, DeviceMesh) else self.group
+        if not isinstance(group, dist.ProcessGroup):
+            raise FuncgaError(
+                f"across= is {group!r}, and the arrays of the call are torch tensors. Give a "
+                "process group of which this process is a member, "
+                "across=torch.distributed.group.WORLD, or a 1-D device mesh such as mesh['dp'], "
+                "after torch.distributed.init_process_group(): in torch all leaves of a step are "
+                "merged over one group. To reduce each leaf over a group of its own, fold sums "
+                "without across=, and reduce them after the step (docs/howto/experts.md)."
+            )
+        object.__setattr__(self, "group", group)
         if self.wire_dtype not in (None, torch.float32, torch.bfloat16, torch.float64):
             raise FuncgaError(
                 f"wire_dtype is {self.wire_dtype!r}: gradients can be sent as torch.float32, "
@@ -69,35 +79,13 @@ class Replicas:
         return dist.get_process_group_ranks(self.group)
 
 
-def _group(across: Any) -> dist.ProcessGroup:
-    if not dist.is_available() or not dist.is_initialized():
-        raise FuncgaError(
-            "across= was given, and torch.distributed is not initialised. Start the processes with "
-            "torchrun and call torch.distributed.init_process_group() first; on one replica leave "
-            "across out."
-        )
-    if isinstance(across, DeviceMesh):
-        return across.get_group()
-    if not isinstance(across, dist.ProcessGroup):
-        raise FuncgaError(
-            f"across= is {across!r}, and the arrays of the call are torch tensors. Give a process "
-            "group of which this process is a member, across=torch.distributed.group.WORLD, or a "
-            "1-D device mesh such as mesh['dp']: in torch all leaves of a step are merged over one "
-            "group. To reduce each leaf over a group of its own, fold sums without across=, and "
-            "reduce them after the step (docs/howto/experts.md)."
-        )
-    return across
-
-
 class InTurn(list[Replicas]):
     """What a wrapper of a module merges over: its groups, one after the other."""
 
 
 def replicas_of(across: Any) -> Replicas:
     """The replicas that `across=` names; FuncgaError if it names none."""
-    if isinstance(across, Replicas):
-        return across
-    return Replicas(across)
+    return across if isinstance(across, Replicas) else Replicas(across)
 
 
 def are_processes(across: Any) -> bool:
@@ -107,9 +95,8 @@ def are_processes(across: Any) -> bool:
 
 def summed(number: Scalar, accumulators: Sequence[Reduced], replicas: Replicas) -> Scalar:
     """The sum of a scalar over the replicas, which have these accumulators."""
-    devices = [total.device for total in accumulators if isinstance(total, torch.Tensor)]
-    total = torch.zeros((), dtype=torch.float64, device=next(iter(devices), "cpu")) + number
-    dist.all_reduce(total, group=replicas.group)
+    total = torch.as_tensor(number).to(torch.float64, copy=True)
+    replicas.channel.carrier(total.device).allreduce([total]).wait()
     return arrays.scalar(total)
 
 
@@ -152,19 +139,23 @@ class Channel:
                 dist.get_process_group_ranks(channel.of())  # fails if the user's was destroyed
                 send()
 
-    def exchange(self, mine: list[float]) -> Callable[[], list[list[float]]]:
-        """Begins to tell all processes these numbers, as many as they tell; returns what waits
+    def gather(self, mine: torch.Tensor) -> Callable[[], list[torch.Tensor]]:
+        """Begins to tell all processes this tensor, which has one shape on all; returns what waits
         for those of each, in their order.
         """
-        numbers = torch.tensor(mine, dtype=torch.float64, device="cpu")
-        rows = numbers.new_zeros(self.count, len(mine))
-        work = self.group.allgather([[*rows]], [numbers])
+        received = [torch.empty_like(mine) for _ in range(self.count)]
+        work = self.carrier(mine.device).allgather([received], [mine])
 
-        def received() -> list[list[float]]:
+        def wait() -> list[torch.Tensor]:
             work.wait()
-            return rows.tolist()
+            return received
 
-        return received
+        return wait
+
+    def exchange(self, mine: list[float]) -> Callable[[], list[list[float]]]:
+        """`gather` of numbers, as many as all processes tell."""
+        received = self.gather(torch.tensor(mine, dtype=torch.float64, device="cpu"))
+        return lambda: [numbers.tolist() for numbers in received()]
 
     def is_marked(self, mark: torch.Tensor) -> bool:
         """Whether the mark of an error that came is not 0. Reading it from a device makes the
@@ -234,17 +225,16 @@ class Listener:
     """Tells whether collectives have been called since it was made: of one group, or of any."""
 
     def __init__(self, group: dist.ProcessGroup | None = None):
-        self.group = group
-        self.before = self._called()
-
-    def _called(self) -> int | None:
         # A plan calls none, and knows of none that it would have called.
-        return None if PLANNED.get() is not None else _private.collectives_called(self.group)
+        self.group, is_planned = group, PLANNED.get() is not None
+        self.before = None if is_planned else _private.collectives_called(group)
 
     @property
     def heard(self) -> bool | None:
         """Whether there were any; None if torch does not tell."""
-        return None if self.before is None else self._called() != self.before
+        return (
+            None if self.before is None else _private.collectives_called(self.group) != self.before
+        )
 
 
 # --------------------------------------------------------------------------------- what is the same

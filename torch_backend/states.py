@@ -5,14 +5,15 @@ What funcga's mathematics says leaf by leaf is one kernel here for all leaves th
 alike.
 """
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from funcga._call import Memory
-from funcga._fold import Tally, largest
+from funcga._fold import Tally, largest, parts_of
 from funcga._fold.accumulator import Accumulation, AccumulatorState
 from funcga._types import Array, Reduced, Scalar
 from funcga.errors import FuncgaError
@@ -20,11 +21,9 @@ from torch_backend import arrays
 from torch_backend._private import pytree
 from torch_backend.arrays import without_overlap
 from torch_backend.dtensor import as_dtensor, local_tensors
-from torch_backend.loop import untraced
 from torch_backend.parameters import PLAIN
 from torch_backend.reduce import Reduction
-from torch_backend.reduce.telling import telling as telling_windows
-from torch_backend.replicas import Replicas, are_processes, replicas_of
+from torch_backend.replicas import Replicas
 from torch_backend.sums import Folding, Sums
 
 # -- sums
@@ -37,35 +36,38 @@ def add(
 
     Those that are equally weighted are added in one kernel.
     """
-    after, pure = dict(enumerate(window.accumulators)), arrays.in_transform()
+    rows = zip(window.outputs.folds, leaves, weights, strict=True)
+    if arrays.in_transform():  # nothing is written to, and all stays in its graph
+        return [_combined(window, index, *row[1:]) for index, row in enumerate(rows)]
     steps = arrays.scalar(window.tally.steps)
     is_first = isinstance(steps, int) and steps == 1
-    groups: dict[Scalar, list[int]] = {}  # sums of dense tensors, by the factor of what is added
-    with torch.set_grad_enabled(pure and torch.is_grad_enabled()):
-        for index, (fold, value) in enumerate(zip(window.outputs.folds, leaves, strict=True)):
-            if fold is None:
-                continue
-            total, weight = after[index], weights[index]
+    # Sums, and those that torch adds to, by the factor of what is added.
+    sums = [*window.accumulators]
+    groups: dict[Scalar, list[int]] = defaultdict(list)
+    with torch.no_grad():
+        for index, (fold, value, weight) in enumerate(rows):
+            total, adds = sums[index], getattr(fold, "adds", None)
             # Torch adds to the sum where both are dense, and the sum has as many bits.
-            is_dense = fold.adds and not pure and type(value) is type(total) is torch.Tensor
+            is_dense = adds and type(value) is type(total) is torch.Tensor
             wide = torch.promote_types(value.dtype, total.dtype) if is_dense else None
             if is_dense and value.layout is torch.strided and wide is total.dtype:
-                groups.setdefault(1 if fold.adds == "plain" else weight, []).append(index)
+                groups[1 if adds == "plain" else weight].append(index)
             else:
-                after[index] = _combined(window, index, value, weight, pure)
+                sums[index] = _combined(window, index, value, weight)
         for factor, group in groups.items():
             values = [leaves[index] for index in group]
-            totals = _added([after[index] for index in group], values, factor, is_first, donate)
-            after.update(zip(group, totals, strict=True))
-    return [*after.values()]
+            totals = _added([sums[index] for index in group], values, factor, is_first, donate)
+            for index, total in zip(group, totals, strict=True):
+                sums[index] = total
+    return sums
 
 
-def _combined(
-    window: Accumulation, index: int, value: torch.Tensor, weight: Scalar, pure: bool
-) -> Reduced:
-    """The accumulator of a leaf that torch does not add to; in no graph unless `pure`."""
+def _combined(window: Accumulation, index: int, value: Array, weight: Scalar) -> Reduced:
+    """The accumulator of a leaf that torch does not add to."""
     fold: Any = window.outputs.folds[index]
-    value = value if pure else value.detach()
+    if fold is None:
+        return None
+    value = value if torch.is_grad_enabled() else value.detach()
     combined = window.combined(index, fold.lift(value, weight))
     # A monoid of the user's may return its argument, whose memory belongs to grad_fn.
     return combined.clone() if combined is value else combined
@@ -85,17 +87,14 @@ def _added(
         factor = 1  # no float: sums of integers may be among these
     if not factor:  # adds nothing, not even a NaN
         return [*map(torch.zeros_like, before)] if is_first else before
-    if is_first and not before[0].is_cpu and _dtypes(values) == _dtypes(before):
+    is_alike = [x.dtype for x in values] == [x.dtype for x in before]
+    if is_first and is_alike and not before[0].is_cpu:
         # On a device it is one kernel, where adding to zeros without memory is one for each.
         return torch._foreach_mul(values, factor)
     if donate:
         torch._foreach_add_(before, values, alpha=factor)
         return before
     return torch._foreach_add(before, values, alpha=factor)
-
-
-def _dtypes(tensors: Sequence[torch.Tensor]) -> list[torch.dtype]:
-    return [tensor.dtype for tensor in tensors]
 
 
 def _weighed(
@@ -122,7 +121,7 @@ def finish(window: Accumulation, tallies: Sequence[Tally], donate: bool) -> list
     finished, pure = [*window.accumulators], arrays.in_transform()
     # Where the host knows the total weight, all means are divided in one kernel. The others are
     # normalised one by one.
-    groups: dict[float, list[int]] = {}
+    groups: dict[float, list[int]] = defaultdict(list)
     with torch.set_grad_enabled(pure and torch.is_grad_enabled()):
         for index, (fold, tally) in enumerate(zip(window.outputs.folds, tallies, strict=True)):
             if fold is None:
@@ -131,17 +130,19 @@ def finish(window: Accumulation, tallies: Sequence[Tally], donate: bool) -> list
             is_divided = fold.fold.normalizer.divides_by == "weight" and isinstance(total, float)
             is_same = type(reduced) is torch.Tensor and reduced.dtype is fold.result_dtype
             if is_divided and is_same and not pure:
-                groups.setdefault(total, []).append(index)
+                groups[total].append(index)
             else:
-                finished[index] = fold.result(reduced, tally)
+                own = partial(arrays.owned, others=parts_of(reduced))
+                result = fold.normalize(reduced, tally)
+                finished[index] = pytree.tree_map_only(torch.Tensor, own, result)
         for total, group in groups.items():
             quotients: Any = [finished[index] for index in group]
-            if not total:  # nothing was folded, or nothing that counts
-                quotients = [*map(torch.zeros_like, quotients)]
-            elif donate:
+            if donate:
                 arrays.divide(quotients, total)
-            else:
+            elif total:
                 quotients = torch._foreach_div(quotients, total)
+            else:  # nothing was folded, or nothing that counts
+                quotients = [*map(torch.zeros_like, quotients)]
             for index, quotient in zip(group, quotients, strict=True):
                 finished[index] = quotient
     return finished
@@ -154,46 +155,49 @@ def scaled(leaves: Sequence[Array], factor: Scalar, donate: bool) -> list[Array]
     with torch.set_grad_enabled(pure and torch.is_grad_enabled()):
         # In place an element that two leaves share would be multiplied twice.
         separate = without_overlap(leaves) if donate else [*leaves]
-        shards = local_tensors([leaf for leaf in separate if leaf is not None])
-        products: Sequence[Any] = shards
-        if isinstance(factor, torch.Tensor):  # of the device of each leaf, and under vmap
-            multiply = torch.Tensor.mul_ if donate else torch.mul
-            products = [multiply(leaf, arrays.cast(factor, leaf.dtype, leaf)) for leaf in shards]
-        elif donate and shards:
-            torch._foreach_mul_(shards, factor)
+        places = [index for index, leaf in enumerate(separate) if leaf is not None]
+        shards = local_tensors([separate[index] for index in places])
+        by: Any = factor
+        if isinstance(factor, torch.Tensor):
+            by = [arrays.cast(factor, shard.dtype, shard) for shard in shards]
+        if donate and shards:
+            torch._foreach_mul_(shards, by)
         elif shards:
-            products = torch._foreach_mul(shards, factor)
-        if donate:
-            return separate
-        rest = iter(products)
-        return [leaf if leaf is None else as_dtensor(next(rest), leaf) for leaf in separate]
+            for index, product in zip(places, torch._foreach_mul(shards, by), strict=True):
+                separate[index] = as_dtensor(product, separate[index])
+        return separate
 
 
 def emptied(window: Accumulation) -> list[Reduced]:
     """The accumulators of an empty window like this one."""
     # Sums take no memory before their first value.
-    shared: dict[Any, torch.Tensor] | None = None if arrays.in_transform() else {}
-    empty = [*window.accumulators]
+    empty = zeros_like(window.accumulators, views=True)
     for index, fold in enumerate(window.outputs.folds):
-        if fold is not None and fold.adds and type(empty[index]) is torch.Tensor:
-            empty[index] = zeros_of(shared, empty[index], empty[index].dtype)
-        elif fold is not None:
-            empty[index] = fold.fold.reducer.monoid.identity(torch, empty[index])
+        if fold is not None and not (fold.adds and isinstance(empty[index], torch.Tensor)):
+            empty[index] = fold.fold.reducer.monoid.identity(torch, window.accumulators[index])
     return empty
 
 
-def zeros_of(
-    shared: dict[Any, torch.Tensor] | None, like: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
-    """Zeros in the shape of a tensor. With `shared`, the 0 of each dtype and device so far, they
-    are views of it, so that nobody can write to them.
+def zeros_like(
+    leaves: Sequence[Any], dtypes: Mapping[torch.dtype, torch.dtype] | None = None, *, views: bool
+) -> list[Any]:
+    """Zeros in the shapes of tensors, where `dtypes` names another in that dtype; all else as it
+    is. With `views` those of a dtype and device are views of a single 0, so that nobody can write
+    to them.
     """
-    if shared is not None and type(like) in PLAIN and like.numel() > 1:
-        kind = dtype, like.device
-        if kind not in shared:
-            shared[kind] = torch.zeros((), dtype=dtype, device=like.device)
-        return shared[kind].expand(like.shape)
-    return torch.zeros_like(like, dtype=dtype, requires_grad=False)
+    zeros: list[Any] = [*leaves]
+    shared: dict[Any, torch.Tensor] = {}
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor):
+            dtype = (dtypes or {}).get(leaf.dtype, leaf.dtype)
+            if views and type(leaf) in PLAIN and leaf.numel() > 1:
+                kind = dtype, leaf.device
+                if kind not in shared:
+                    shared[kind] = torch.zeros((), dtype=dtype, device=leaf.device)
+                zeros[index] = shared[kind].expand(leaf.shape)
+            else:
+                zeros[index] = torch.zeros_like(leaf, dtype=dtype, requires_grad=False)
+    return zeros
 
 
 # -- over replicas
@@ -206,35 +210,22 @@ def check_gradients(leaves: Sequence[Array], window: Accumulation) -> None:
     # Nothing can be seen: a tensor does not say whether other processes have it, too.
 
 
-def telling(across: Any, memory: Memory) -> AbstractContextManager[object]:
-    """The context of a call that ends a window, in which other processes are told of an error."""
-    if not are_processes(across):
-        return nullcontext()
-    begin = lambda: nullcontext(Reduction(memory, replicas_of(across)))
-    context: AbstractContextManager[object] = untraced(telling_windows)([(memory, begin)])
-    return context
-
-
 def merged(window: Accumulation, memory: Memory, updates: Array, donate: bool) -> Accumulation:
     """The window merged over its replicas, whose states have made so many `updates`; in the same
     memory if that is donated.
     """
     reduction = Reduction(memory, window.replicas)
     reduction.updates = arrays.scalar(updates)
-    if memory.failed:
-        # The others have made the last update, and this replica has not: its header says so.
-        reduction.history.finished -= 1
-        memory.failed = False
     # What merges has all weighted sums in one unit, which the host knows.
     if isinstance(arrays.scalar(window.unit), torch.Tensor) or any(
-        fold.adds == "weighted" and not fold.is_mean for fold in window.outputs.reduced_folds
+        fold.adds == "weighted" and not fold.is_mean for fold in window.outputs.reduced.values()
     ):
         window = window.in_unit(1.0)
     # The merge of a window of one call does the rest, in place: these accumulators become its sums.
     sums = Sums(Folding(window.outputs))
     sums.total = arrays.scalar(sum([limb.to(torch.float64) for limb in window.tally.weight]))
     sums.steps, sums.rejected = map(arrays.scalar, (window.tally.steps, window.rejected))
-    has_any = isinstance(sums.steps, torch.Tensor) or sums.steps > 0
+    has_any = (sums.steps > 0) is not False  # also where only a device knows
     sums.unit = arrays.scalar(window.unit) if has_any else None
     accumulators = window.accumulators
     if not (donate and has_any):
@@ -256,39 +247,33 @@ def own_parts(
 
     Raises FuncgaError if a part is missing, or is another replica's.
     """
+    marks = [_mark(window) for window in windows]
     if replicas is None:
-        return _parts_of_all(windows)
-    [window] = windows
-    mark, own = _part(window), (replicas.channel.rank, replicas.channel.count)
-    if mark not in (_WHOLE, own):
-        raise _incomplete([mark])
+        return [*windows] if marks == [None] else _parts_of_all(windows, marks)
+    [window], [mark], own = windows, marks, (replicas.channel.rank, replicas.channel.count)
+    if mark not in (None, _WHOLE, own):
+        raise _incomplete(marks)
     # The first replica goes on from the window of all; an empty one is the same for everybody.
     is_empty = not (int(window.tally.steps) or int(window.rejected))
     return [window] if mark == own or own[0] == 0 or is_empty else []
 
 
-def _parts_of_all(windows: Sequence[AccumulatorState]) -> list[AccumulatorState]:
+def _parts_of_all(
+    windows: Sequence[AccumulatorState], marks: Sequence[tuple[int, int] | None]
+) -> list[AccumulatorState]:
     """The parts that the states of all replicas have, in the order of these, on the devices of the
     first: each has saved its window on its own.
     """
-    count, marks = len(windows), [_part(window) for window in windows]
-    if any(isinstance(window.part, tuple) for window in windows[1:]):
-        raise FuncgaError(
-            f"{count} states were given to merge, and multi_steps was made without across=: each "
-            "is a window of its own. Pass across= on every replica; or save one state, "
-            "tx.merge([state])."
-        )
-    parts = dict(zip(marks, windows, strict=True))
     # A replica that has added nothing to the window still has what all began with. The first goes
     # on from that, so it is counted once, unless the part of the first has it.
-    began_with = parts.pop(_WHOLE, None)
-    if not {*parts} <= {(rank, count) for rank in range(count)} or (
-        len(parts) + marks.count(_WHOLE) != count
-    ):
+    parts = dict(zip(marks, windows, strict=True))
+    began_with, count = parts.pop(_WHOLE, None), len(windows)
+    owners = [(rank, count) for rank in range(count)]
+    if not {*parts} <= {*owners} or len(parts) + marks.count(_WHOLE) != count:
         raise _incomplete(marks)
     if began_with is not None:
-        parts.setdefault((0, count), began_with)
-    first, *rest = [parts[mark] for mark in sorted(parts)]
+        parts.setdefault(owners[0], began_with)
+    first, *rest = [parts[owner] for owner in owners if owner in parts]
     moved = lambda one, other: one.to(other.device) if arrays.is_array(one) else one
     return [first, *(pytree.tree_map(moved, window, first) for window in rest)]
 
@@ -296,14 +281,21 @@ def _parts_of_all(windows: Sequence[AccumulatorState]) -> list[AccumulatorState]
 _WHOLE = (0, 0)
 
 
-def _incomplete(marks: Sequence[tuple[int, int]]) -> FuncgaError:
-    listed = ", ".join("all" if mark == _WHOLE else f"{mark[0]} of {mark[1]}" for mark in marks)
+def _mark(window: AccumulatorState) -> tuple[int, int] | None:
+    """(rank, count) of the replica whose part a window is; _WHOLE for the window of all, None of a
+    state without replicas.
+    """
+    return None if isinstance(window.part, tuple) else tuple(window.part.tolist())
+
+
+def _incomplete(marks: Sequence[tuple[int, int] | None]) -> FuncgaError:
     return FuncgaError(
-        f"the state was saved in the middle of a window, as the part of replica {listed}: an "
-        "update takes the state of every replica, each once, and a replica its own. Merge the "
-        "states of all replicas, state = tx.merge(states), and load that one on every replica, "
-        "whatever their number. Gather them when you save: "
-        "torch.distributed.all_gather_object(states, state)."
+        "the state was saved in the middle of a window, as the part of replica (rank, number of "
+        f"replicas) {marks}, (0, 0) for that of all, and None without across=: an update takes the "
+        "state of every replica, each once, and a replica its own. Merge the states of all "
+        "replicas, state = tx.merge(states), and load that one on every replica, whatever their "
+        "number. Gather them when you save: torch.distributed.all_gather_object(states, state). "
+        "Without across= save one state, tx.merge([state]): each is a window of its own."
     )
 
 
@@ -315,13 +307,3 @@ def as_part(
     if replicas is not None and not is_empty:
         part = replicas.channel.rank, replicas.channel.count
     return windows[0]._replace(part=torch.tensor(part, dtype=torch.int32, device="cpu"))
-
-
-def _part(window: AccumulatorState) -> tuple[int, int]:
-    """(rank, count) of the replica whose part it is; _WHOLE for a window of all replicas, or
-    without any.
-    """
-    if isinstance(window.part, tuple):
-        return _WHOLE
-    rank, count = window.part.tolist()
-    return rank, count

@@ -44,7 +44,7 @@ class Folding:
     @cached_property
     def folds(self) -> dict[int, LeafFold]:
         """The folds of the leaves that are reduced."""
-        return dict(zip(self.outputs.reduced, self.outputs.reduced_folds, strict=True))
+        return self.outputs.reduced
 
     @cached_property
     def kinds(self) -> list[str | None]:
@@ -286,7 +286,7 @@ class Sums:
             results[index] = results[index].to(dtype)
         for index in folding.normalized:
             results[index] = self._normalized(index, results[index])
-        for index, fold in zip(outputs.collected, outputs.collected_folds, strict=True):
+        for index, fold in outputs.collected.items():
             rows = self.collected[index]
             results[index] = torch.cat(rows, dim=fold.axis or 0).to(fold.result_dtype)
         for index, leaf in zip(outputs.threads, self.state, strict=True):

@@ -1,15 +1,22 @@
-"""What `multi_steps` needs of this framework: its conditional, and the dtypes of an update."""
+"""What `multi_steps` needs of this framework: its conditional, and the params of an update."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from funcga._types import Scalar, Tree
 from torch_backend import arrays, trees
-from torch_backend.parameters import added as added
-from torch_backend.parameters import narrowed
-from torch_backend.states import zeros_of
+from torch_backend.arrays import without_overlap
+from torch_backend.dtensor import local
+from torch_backend.parameters import apply_updates, matched, summed
+from torch_backend.states import zeros_like
+
+# The dtypes of less than 32 bits, and those that an update has in their place.
+_WIDE = {
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.complex32: torch.complex64,
+}
 
 
 def widened(
@@ -23,15 +30,51 @@ def widened(
     """
     tracked = arrays.in_transform()  # what is differentiated from outside stays in its graph
     leaves, structure = trees.flatten(params)
-    for leaf_index, leaf in enumerate(leaves):
-        if not isinstance(leaf, torch.Tensor | int | float | complex):
-            continue
-        array = arrays.as_array(leaf)
-        if array.requires_grad and not tracked:
-            array = array.detach()
-        wide = array if array.dtype is torch.float32 else array.to(_dtype_of_update(array))
-        leaves[leaf_index] = wide.clone() if copies and wide is array else wide
-    return trees.unflatten(structure, leaves), lambda after: narrowed(after, params, donate)
+    wide = [
+        (leaf if tracked else leaf.detach()).to(_WIDE.get(leaf.dtype, leaf.dtype), copy=copies)
+        if isinstance(leaf, torch.Tensor)
+        else leaf
+        for leaf in leaves
+    ]
+
+    def narrowed(after: Tree) -> Tree:
+        narrow = matched(after, params, "params")
+        for index, (leaf, updated) in enumerate(zip(leaves, narrow, strict=True)):
+            if isinstance(leaf, torch.Tensor) and updated.dtype != leaf.dtype:
+                narrow[index] = leaf.detach().copy_(updated) if donate else updated.to(leaf.dtype)
+        return trees.unflatten(structure, narrow)
+
+    return trees.unflatten(structure, wide), narrowed
+
+
+def added(params: Tree, updates: Tree, state: Tree, donate: bool) -> Tree:
+    """The params with the updates added; in place if they are donated and share no memory with
+    the state.
+    """
+    if not donate or arrays.in_transform():
+        return apply_updates(params, updates)
+    with torch.no_grad():
+        return summed(apart(params, state), updates, in_place=True)
+
+
+def apart(params: Tree, other: Tree) -> Tree:
+    """The params, to be written to: copies where they lie in the memory of another one, or of a
+    tensor elsewhere.
+    """
+    leaves, structure = trees.flatten(params)
+    separate = without_overlap([None if leaf is None else leaf.detach() for leaf in leaves])
+    others = storages(other)
+    for index, tensor in enumerate(separate):
+        if not others.isdisjoint(storages(tensor)):
+            separate[index] = tensor.clone()
+    return trees.unflatten(structure, separate)
+
+
+def storages(tree: Tree) -> set[int]:
+    """The addresses of the memory of the dense tensors in a tree."""
+    shards = [local(leaf) for leaf in trees.flatten(tree)[0] if isinstance(leaf, torch.Tensor)]
+    dense = [shard for shard in shards if shard.layout is torch.strided]
+    return {shard.untyped_storage().data_ptr() for shard in dense}
 
 
 def when(
@@ -51,16 +94,5 @@ def when(
     if predicate:
         return *emit(state, operands), True
     leaves, structure = trees.flatten(like)
-    shared: dict[Any, torch.Tensor] | None = {} if donate else None
-    nothing = [
-        zeros_of(shared, leaf, _dtype_of_update(leaf)) if isinstance(leaf, torch.Tensor) else leaf
-        for leaf in leaves
-    ]
+    nothing = zeros_like(leaves, _WIDE, views=donate)
     return trees.unflatten(structure, nothing), state, False
-
-
-def _dtype_of_update(like: torch.Tensor) -> torch.dtype:
-    dtype = like.dtype
-    if dtype is torch.float32:  # the usual case
-        return dtype
-    return arrays.accumulator_dtype(dtype) if arrays.kind(dtype) in ("float", "complex") else dtype

@@ -105,12 +105,6 @@ class Arrays(Protocol):
         """A weight as arrays that it is the sum of: one float64 if `wide`, else two of float32."""
         ...
 
-    # Memory and storage.
-
-    def owned(self, array: Array, others: Sequence[Array]) -> Array:
-        """The array, or a copy if it shares memory with one of the others."""
-        ...
-
 
 class Gradients(Protocol):
     """A framework's transforms from a loss to its gradient."""
@@ -234,12 +228,6 @@ class States(Protocol):
     ) -> Accumulation:
         """The window merged over its replicas, whose states have made so many `updates`; in the
         same memory if that is donated.
-        """
-        ...
-
-    def telling(self, across: Any, memory: Memory) -> AbstractContextManager[object]:
-        """The context of a call that ends a window, in which other processes are told of an
-        error.
         """
         ...
 

@@ -23,16 +23,13 @@ class PrefixValue(NamedTuple):
     root: str
 
 
-class PrefixError(FuncgaError):
-    """A tree is no prefix of another one: they diverge at `path`."""
-
-    def __init__(self, what: str, path: str, prefix: Tree, tree: Tree, trees: Trees):
-        super().__init__(
-            f"{what}: at {path or 'its root'} it has {outline(prefix, trees)}, and there is "
-            f"{outline(tree, trees)}. Give one value for all that stands below, or a container "
-            "with the same keys."
-        )
-        self.path, self.prefix, self.tree = path, prefix, tree
+def _no_prefix(what: str, path: str, prefix: Tree, tree: Tree, trees: Trees) -> FuncgaError:
+    """The error for a tree that is no prefix of another one: they diverge at `path`."""
+    return FuncgaError(
+        f"{what}: at {path or 'its root'} it has {outline(prefix, trees)}, and there is "
+        f"{outline(tree, trees)}. Give one value for all that stands below, or a container "
+        "with the same keys."
+    )
 
 
 def outline(tree: Tree, trees: Trees) -> str:
@@ -89,14 +86,8 @@ class PathError(Exception):
     """
 
     def __init__(self, missing: list[str], new: list[str]):
-        super().__init__(missing, new)
-        self.missing, self.new = missing, new
-
-    def __str__(self) -> str:
-        missing, new = (
-            listed([f"`{path}`" for path in paths]) for paths in (self.missing, self.new)
-        )
-        return f"missing {missing}, new {new}"
+        of_both = [listed([f"`{path}`" for path in paths]) for paths in (missing, new)]
+        super().__init__("missing {}, new {}".format(*of_both))
 
 
 def check_paths(expected: Sequence[str], paths: Sequence[str]) -> None:
@@ -119,76 +110,68 @@ def leaves_in_order(tree: Tree, paths: Sequence[str], trees: Trees, root: str = 
 def broadcast(
     prefix: Tree,
     tree: Tree,
-    leaves: int,
     is_value: Callable[[Any], bool],
     trees: Trees,
     path: str,
     what: str,
 ) -> list[PrefixValue]:
-    """The prefix's value for every one of the tree's `leaves`, in the order of `trees.flatten`.
+    """The prefix's value for every leaf of the tree, in the order of `trees.flatten`.
 
-    Children are matched by key, so the order of a dict does not matter. Raises PrefixError, which
+    Children are matched by key, so the order of a dict does not matter. Raises FuncgaError, which
     says `what` is no prefix, where they don't match.
     """
     # A value of the prefix holds for all leaves below it.
     if is_value(prefix):
-        return [PrefixValue(prefix, path)] * leaves
+        return [PrefixValue(prefix, path)] * len(trees.flatten(tree)[0])
     children = trees.children(tree)
-    branches = _children_like(prefix, tree, children, trees)
-    if branches is None or children is None:
-        raise PrefixError(what, path, prefix, tree, trees)
-    # In a dataclass torch has no child for a field that is None, where the prefix may have one.
-    if len(branches) > len(children):
-        branches = _without_absent(branches, tree, {key for key, _ in children})
-    matched = dict(branches)
-    # A plain tuple or list stands for any sequence, by position, also for a NamedTuple. All else is
-    # matched by key.
-    if type(prefix) in (tuple, list) and isinstance(tree, tuple | list):
-        matched = dict(zip([key for key, _ in children], matched.values(), strict=False))
-    if len(branches) != len(children) or matched.keys() != {key for key, _ in children}:
-        raise PrefixError(what, path, prefix, tree, trees)
+    matched = _branches(prefix, tree, children or [], trees)
+    if children is None or matched is None or matched.keys() != {key for key, _ in children}:
+        raise _no_prefix(what, path, prefix, tree, trees)
     values = []
     for key, child in children:
-        count = len(trees.flatten(child)[0])
-        values += broadcast(matched[key], child, count, is_value, trees, path + key, what)
+        values += broadcast(matched[key], child, is_value, trees, path + key, what)
     return values
 
 
-def _children_like(
-    other: Tree, tree: Tree, children: list[tuple[str, Tree]] | None, trees: Trees
-) -> list[tuple[str, Tree]] | None:
-    """The children of another tree; also of a dataclass of this type without arrays, which is a
-    leaf.
-    """
-    branches = trees.children(other)
-    if branches is None and children is not None and type(other) is type(tree):
-        return [(key, getattr(other, key[1:])) for key, _ in children]
-    return branches
-
-
-def _without_absent(
-    branches: list[tuple[str, Any]], tree: Tree, keys: set[str]
-) -> list[tuple[str, Any]]:
-    """The branches without those for fields of the tree that are None."""
-    return [
-        (key, branch)
+def _branches(
+    prefix: Tree, tree: Tree, children: list[tuple[str, Tree]], trees: Trees
+) -> dict[str, Tree] | None:
+    """The children of a prefix by the keys of these children of a tree; None for a leaf."""
+    branches, keys = trees.children(prefix), [key for key, _ in children]
+    if branches is None:
+        # A dataclass without arrays is a leaf, and this one stands for its fields.
+        is_alike = children and type(prefix) is type(tree)
+        return {key: getattr(prefix, key[1:]) for key in keys} if is_alike else None
+    # A plain tuple or list stands for any sequence, by position, also for a NamedTuple. All else is
+    # matched by key.
+    is_sequence = type(prefix) in (tuple, list) and isinstance(tree, tuple | list)
+    if is_sequence and len(branches) == len(keys):
+        return {key: branch for key, (_, branch) in zip(keys, branches, strict=True)}
+    # In a dataclass torch has no child for a field that is None, where the prefix may have one.
+    return {
+        key: branch
         for key, branch in branches
         if key in keys or not key.startswith(".") or getattr(tree, key[1:], tree) is not None
-    ]
+    }
 
 
-def subtrees(tree: Tree, like: Tree, trees: Trees, path: str = "") -> list[Tree]:
+def subtrees(tree: Tree, like: Tree, trees: Trees, path: str) -> list[Tree]:
     """The subtrees of a tree at the leaves of another one, in their order.
 
-    Children are matched by key, so the order of a dict does not matter. Raises PrefixError where
-    they don't match.
+    Children are matched by key, so the order of a dict does not matter. Raises FuncgaError, with
+    the path, which begins with the tree's name, for keys that only one of the two has.
     """
     children = trees.children(like)
     if children is None:
         return [tree]
-    branches = dict(_children_like(tree, like, children, trees) or ())
-    if branches.keys() != {key for key, _ in children}:
-        raise PrefixError("the tree has another structure", path, like, tree, trees)
+    branches = dict(trees.children(tree) or ())
+    missing, new = paths_apart([key for key, _ in children], [*branches])
+    if missing or new:
+        raise FuncgaError(
+            f"`{path}` has another structure than it should: {PathError(missing, new)}. Give it "
+            "that of the parameters; of loss, grads = step(...) the gradients alone, with None "
+            "where there is none."
+        )
     return [
         below
         for key, child in children

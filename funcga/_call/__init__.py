@@ -66,12 +66,10 @@ class OwningGradient:
 class Memory:
     """What a backend caches from one call of a step to the next. `step` identifies the step
     across replicas, and `options` are those that have to be the same on all of them, as texts.
-    `failed`: whether what came after the last merge has raised an error here.
     """
 
     step: Step | None = None
     options: dict[str, str] = field(default_factory=dict)
-    failed: bool = False
     kept: dict[type, object] = field(default_factory=dict)
 
     def __reduce__(self) -> Any:
@@ -194,14 +192,12 @@ class Program:
         # The first micro-batch shows the structure; all later ones are checked against it.
         backend, carried = arguments.backend, arguments.carried() if arguments.state else []
         if self.watch is None:
-            outputs, leaves = bind_outputs(self.fold, value, backend, carried=carried)
-        else:
-            # The value is bound alone first, so that errors name leaves of grad_fn's own output.
-            bind_outputs(self.fold, value[1], backend, carried=carried)
-            folds = self.watch.folds
-            outputs, leaves = bind_outputs((folds, self.fold), value, backend, carried=carried)
-            outputs = replace(outputs, before=len(folds))
-        return outputs, leaves
+            return bind_outputs(self.fold, value, backend, carried=carried)
+        # The value is bound alone first, so that errors name leaves of grad_fn's own output.
+        bind_outputs(self.fold, value[1], backend, carried=carried)
+        folds = self.watch.readings(self, value[1], arguments).folds
+        outputs, leaves = bind_outputs((folds, self.fold), value, backend, carried=carried)
+        return replace(outputs, before=len(folds)), leaves
 
 
 def _is_fold(node: object) -> bool:

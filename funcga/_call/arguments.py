@@ -123,8 +123,9 @@ class Arguments:
         if not all(map(_is_list, lists)):
             return  # another array has these rows
         for examples in lists:
+            # A DataLoader makes its argument a list of the parts of a batch, which may be alike.
             is_argument = any(examples is part.value for part in split)
-            if _are_examples(len(examples), flatten(examples)[0], rows, is_argument):
+            if _look_alike(flatten(examples)[0], len(examples), rows if is_argument else None):
                 raise FuncgaError(
                     f"a list of {len(examples)} arrays is split: axis 0 of each would be taken for "
                     "the rows, and these look like examples. If they are, stack them, or stream "
@@ -165,9 +166,7 @@ class Arguments:
         """Whether each argument is split: what `weight=` and `totals=` are called with."""
         # In JAX None has no leaf. It counts as split all the same, as in torch.
         return [
-            any(isinstance(axis, int) for axis in part.axes)
-            if part.axes
-            else isinstance(part.in_axes, int)
+            isinstance(part.in_axes, int) or any(isinstance(axis, int) for axis in part.axes)
             for part in self.parts
         ]
 
@@ -184,7 +183,7 @@ class Arguments:
         names = argument_names(self.grad_fn, len(self.parts))
         for name, part in zip(names, self.parts, strict=True):
             if part.axes:
-                axes = _axes_below(part.in_axes, part.value, len(part.leaves), trees, name)
+                axes = _axes_below(part.in_axes, part.value, trees, name)
                 of_leaves = zip(axes, leaf_paths(part.value, trees, name), strict=True)
                 paths += [(axis.root, path) for axis, path in of_leaves]
         return paths
@@ -231,7 +230,7 @@ def read_arguments(
             axes: list[Axis] = [axis] * len(leaves)
         else:
             name = argument_names(grad_fn, count)[arg_index]
-            below = _axes_below(axis, arg, len(leaves), backend.trees, name)
+            below = _axes_below(axis, arg, backend.trees, name)
             axes = [
                 axis if axis is None or axis is CARRY else operator.index(axis) for axis, _ in below
             ]
@@ -241,21 +240,20 @@ def read_arguments(
     return Arguments(tuple(parts), grad_fn, backend, state)
 
 
-def _axes_below(axis: Tree, arg: Tree, leaves: int, trees: Trees, name: str) -> list[PrefixValue]:
+def _axes_below(axis: Tree, arg: Tree, trees: Trees, name: str) -> list[PrefixValue]:
     what = "in_axes is no prefix of the arguments"
-    return broadcast(axis, arg, leaves, _is_axis, trees, name, what)
+    return broadcast(axis, arg, _is_axis, trees, name, what)
 
 
 def _is_list(node: object) -> bool:
     return type(node) is list
 
 
-def _are_examples(count: int, leaves: list[Array], rows: int, is_argument: bool) -> bool:
-    """Whether a list of so many arrays, or trees of them, looks like one of examples."""
-    are_alike = len({(leaf.dtype, len(leaf.shape)) for leaf in leaves if leaf is not None}) == 1
-    # A DataLoader makes its argument a list of the parts of a batch, which may be alike, too.
-    is_long = 1 < rows < count and len(leaves[0].shape) > 2
-    return are_alike and count > 1 and (is_long or not is_argument)
+def _look_alike(leaves: list[Array], count: int, rows: int | None) -> bool:
+    """Whether so many arrays, or trees of them, are alike; with `rows`, and are more than these."""
+    kinds = {(leaf.dtype, len(leaf.shape)) for leaf in leaves if leaf is not None}
+    is_long = rows is None or (1 < rows < count and max(axes for _, axes in kinds) > 2)
+    return len(kinds) == 1 < count and is_long
 
 
 def _is_axis(value: object) -> bool:

@@ -42,12 +42,7 @@ class Tally(NamedTuple):
     def merge(self, other: "Tally") -> "Tally":
         """The tally of both."""
         a, b, steps = self.weight, other.weight, self.steps + other.steps
-        if len(a) != len(b):
-            raise FuncgaError(
-                "one state counts in 64 bits and the other in 32: "
-                "their folds accumulate in different dtypes. Make both with one Accumulator."
-            )
-        if len(a) == 1:
+        if len(a) == len(b) == 1:
             return Tally((a[0] + b[0],), steps)
         # The error of the high sum joins the low parts, and a second two_sum renormalises.
         high, error = two_sum(a[0], b[0])
@@ -56,7 +51,8 @@ class Tally(NamedTuple):
     @property
     def total(self) -> Scalar:
         """The total weight as one scalar, rounded to the type of its limbs."""
-        return self.weight[0] if len(self.weight) == 1 else self.weight[0] + self.weight[1]
+        first, *rest = self.weight
+        return sum(rest, first)
 
 
 def two_sum(a: Array, b: Array) -> tuple[Array, Array]:
@@ -183,12 +179,11 @@ class LeafFold:
 
     def lift(self, value: Array, weight: Scalar) -> Reduced:
         """One micro-batch's value as it enters the monoid."""
-        if self.arrays.is_array(weight):
-            weight = self.arrays.cast(weight, self.accumulator_dtype, value)
-        elif isinstance(weight, int):
-            weight = float(weight)  # JAX takes no int of more than 31 bits as an operand
-        value = self.arrays.cast(value, self.accumulator_dtype)
-        return self.fold.reducer.lift(self.arrays.xp, value, weight)
+        cast, dtype = self.arrays.cast, self.accumulator_dtype
+        # JAX takes no int of more than 31 bits as an operand.
+        is_array = self.arrays.is_array(weight)
+        weight = cast(weight, dtype, value) if is_array else float(weight)
+        return self.fold.reducer.lift(self.arrays.xp, cast(value, dtype), weight)
 
     def combine(self, a: Reduced, b: Reduced) -> Reduced:
         """Both, combined by the monoid."""
@@ -233,11 +228,6 @@ class LeafFold:
             elif not known:
                 raise FuncgaError(f"the result of {where()} is not known: {why}.")
         return unseen
-
-    def result(self, reduced: Reduced, tally: Tally) -> Reduced:
-        """The result in memory of its own."""
-        parts = parts_of(reduced)
-        return _each(lambda part: self.arrays.owned(part, parts), self.normalize(reduced, tally))
 
 
 def _each(function: Callable[[Array], Array], result: Reduced) -> Reduced:

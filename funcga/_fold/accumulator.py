@@ -239,26 +239,21 @@ class Accumulation(NamedTuple):
         for leaf_index, (leaf, accumulator) in enumerate(zip(leaves, accumulators, strict=True)):
             # The usual case: an array of the same type.
             if type(leaf) is type(accumulator) and (
-                leaf is None
-                or (leaf.shape == accumulator.shape and leaf.dtype == accumulator.dtype)
+                leaf is None or (leaf.shape, leaf.dtype) == (accumulator.shape, accumulator.dtype)
             ):
                 continue
             if isinstance(leaf, int | float | complex):
                 leaf = leaves[leaf_index] = arrays.as_array(leaf)
-            if not self._fits(self.outputs.before + leaf_index, leaf, name == "params"):
+            fold, is_param = outputs.folds[leaf_index], name == "params"
+            fits = is_param and fold is None
+            if fold is not None and arrays.is_array(leaf):
+                kind, own = map(arrays.kind, (leaf.dtype, outputs.dtypes[leaf_index]))
+                fits = any(part.shape == leaf.shape for part in parts_of(accumulator))
+                # Where a value is not added as it is, what becomes of it is compared.
+                fits = fits if is_param else kind == own and (fits or not fold.adds)
+            if not fits:
                 raise self._unfit(self.outputs.before + leaf_index, leaf, name)
         return tree, leaves
-
-    def _fits(self, leaf_index: int, leaf: Any, is_param: bool) -> bool:
-        """Whether a leaf belongs to an accumulator."""
-        fold, arrays = self.outputs.folds[leaf_index], self.outputs.backend.arrays
-        if fold is None or not arrays.is_array(leaf):
-            return is_param and fold is None
-        # Where a value is not added as it is, what becomes of it is compared.
-        kinds = [arrays.kind(dtype) for dtype in (leaf.dtype, self.outputs.dtypes[leaf_index])]
-        held = parts_of(self.accumulators[leaf_index])
-        has_shape = any(part.shape == leaf.shape for part in held)
-        return has_shape if is_param else kinds[0] == kinds[1] and (has_shape or not fold.adds)
 
     def _in_order(self, tree: Tree, name: str) -> tuple[Tree, list[Any]]:
         """A tree and its leaves in the order of their accumulators."""
@@ -303,10 +298,11 @@ class Folding:
     """A fold of values, or of gradients, which are named by their "params"."""
 
     # A tool that folds more beside gradients says how many leaves stand before theirs. It also has
-    # `folded` and `reported`, which make these leaves, and what a state says of them.
+    # `folded`, which makes these leaves, and `observing(run)`, which lets the function of an update
+    # carry (the inner state, what a state says of these leaves).
     before = 0
     folded: Callable[..., list[Array]]
-    reported: Callable[..., Callable[[Scalar, Tree], Tree]]
+    observing: Callable[..., Any]
 
     def __init__(self, fold: FoldTree, name: str = "output"):
         self.fold, self.name = fold, name
@@ -322,7 +318,9 @@ class Folding:
         `observed` before the first update.
         """
         outputs, leaves = self.bind(like, backend)
-        return empty(outputs, outputs.identities(leaves)), ()
+        pairs = zip(outputs.folds, leaves, strict=True)
+        sums = [None if fold is None else fold.identity(leaf) for fold, leaf in pairs]
+        return empty(outputs, sums), ()
 
     def opened(self, state: AccumulatorState, backend: Backend) -> Accumulation:
         """The window of a state."""

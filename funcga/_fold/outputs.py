@@ -3,7 +3,7 @@ to return.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from funcga._backend.prefixes import (
     leaves_in_order,
 )
 from funcga._fold import LeafFold, bind, check_shape
-from funcga._types import Array, Dtype, Reduced, Structure, Tree
+from funcga._types import Array, Dtype, Structure, Tree
 from funcga.errors import FuncgaError
 from funcga.folds import Fold
 
@@ -25,25 +25,33 @@ from funcga.folds import Fold
 class Outputs:
     """The leaves of grad_fn's output, by how they are folded.
 
-    `folds` has a LeafFold for every array leaf and None for a leaf that is None. A leaf of carry()
-    is threaded, one of a growing monoid is collected, every other is reduced in place. `reduced`,
-    `collected` and `threads` are the indices of such leaves; `threads[k]` is the leaf that becomes
-    the k-th leaf of the CARRY arguments.
+    `folds` has a LeafFold for every array leaf and None for a leaf that is None. In a loop, a leaf
+    of carry() is threaded, and one of a growing monoid is collected; every other is reduced in
+    place. `threads[k]` is the leaf that becomes the k-th leaf of the CARRY arguments.
     """
 
     structure: Structure
     folds: tuple[LeafFold | None, ...]
     shapes: tuple[tuple[int, ...] | None, ...]
     dtypes: tuple[Dtype, ...]
-    reduced: tuple[int, ...]
-    collected: tuple[int, ...]
     threads: tuple[int, ...]
+    is_loop: bool
     backend: Backend
     # How many leaves a tool folds beside. They come first: values are (these leaves, output).
     before: int = 0
-    # The folds of the reduced and of the collected leaves, in order.
-    reduced_folds: tuple[LeafFold, ...] = field(default=(), compare=False, repr=False)
-    collected_folds: tuple[LeafFold, ...] = field(default=(), compare=False, repr=False)
+
+    @cached_property
+    def collected(self) -> dict[int, LeafFold]:
+        """The folds of the leaves whose values are collected, by leaf index."""
+        folds = enumerate(self.folds if self.is_loop else ())
+        return {index: fold for index, fold in folds if fold is not None and fold.axis is not None}
+
+    @cached_property
+    def reduced(self) -> dict[int, LeafFold]:
+        """The folds of the leaves that are reduced in place, by leaf index."""
+        others = {*self.threads, *self.collected}
+        folds = enumerate(self.folds)
+        return {index: fold for index, fold in folds if fold is not None and index not in others}
 
     def paths(self, name: str = "output") -> list[str]:
         """The path of every leaf in a tree of this name: for errors, and to match other trees by
@@ -52,11 +60,6 @@ class Outputs:
         return ["measured"] * self.before + leaf_paths(
             self.value_of(range(len(self.folds))), self.backend.trees, name
         )
-
-    def identities(self, leaves: Sequence[Any]) -> list[Reduced]:
-        """The identity of each leaf's fold."""
-        pairs = zip(self.folds, leaves, strict=True)
-        return [None if fold is None else fold.identity(leaf) for fold, leaf in pairs]
 
     def structure_of(self, leaves: Iterable[Any]) -> Tree:
         """The tree of these leaves."""
@@ -80,16 +83,10 @@ class Outputs:
         self, reduced: Sequence[Any], collected: Sequence[Any], threaded: Sequence[Any]
     ) -> Tree:
         """The result, in the structure of grad_fn's output."""
-        # All others are None.
-        leaves: list[Any] = [None] * len(self.folds)
-        for leaf_indices, values in (
-            (self.reduced, reduced),
-            (self.collected, collected),
-            (self.threads, threaded),
-        ):
-            for leaf_index, value in zip(leaf_indices, values, strict=True):
-                leaves[leaf_index] = value
-        return self.backend.trees.unflatten(self.structure, leaves)
+        indices = [*self.reduced, *self.collected, *self.threads]
+        leaves = dict(zip(indices, [*reduced, *collected, *threaded], strict=True))
+        all_leaves = [leaves.get(index) for index in range(len(self.folds))]  # others are None
+        return self.backend.trees.unflatten(self.structure, all_leaves)
 
     def part(self, leaf_indices: Sequence[int], structure: Structure) -> "Outputs":
         """The Outputs of some leaves, in a structure of their own, to check partial values by."""
@@ -100,10 +97,6 @@ class Outputs:
             folds=tuple(self.folds[leaf_index] for leaf_index in leaf_indices),
             shapes=tuple(self.shapes[leaf_index] for leaf_index in leaf_indices),
             dtypes=tuple(self.dtypes[leaf_index] for leaf_index in leaf_indices),
-            reduced=(),
-            collected=(),
-            reduced_folds=(),
-            collected_folds=(),
             threads=tuple(
                 index for index, leaf_index in enumerate(leaf_indices) if leaf_index in self.threads
             ),
@@ -207,72 +200,42 @@ def bind_outputs(
     """
     leaves, structure = backend.trees.flatten(value)
     leaf_values = broadcast_folds(fold, value, len(leaves), backend, name)
-    threaded, threads = None, tuple[int, ...]()
-    if carried is not None:
-        threaded = [k for k, (each, _) in enumerate(leaf_values) if each.reducer.carries]
+    carries = [index for index, (fold, _) in enumerate(leaf_values) if fold.reducer.carries]
     # Checked first: if carry() is missing, another fold may not fit the state, and that error
     # would mislead.
-    if carried or threaded:
-        threads = _threads(value, leaf_values, threaded or [], carried or [], backend)
-    folds, reduced, collected = _leaf_folds(
-        value, leaves, leaf_values, threaded, backend, shaped, name
-    )
-    # None, and threaded objects, have neither shape nor dtype here.
-    pairs = [*zip(folds, leaves, strict=True)]
-    outputs = Outputs(
-        structure,
-        tuple(folds),
-        tuple([leaf.shape if shaped and bound is not None else None for bound, leaf in pairs]),
-        tuple([None if bound is None else leaf.dtype for bound, leaf in pairs]),
-        tuple(reduced),
-        tuple(collected),
-        threads,
-        backend,
-        reduced_folds=tuple(reduced.values()),
-        collected_folds=tuple(collected.values()),
-    )
-    return outputs, leaves
-
-
-def _leaf_folds(
-    value: Tree,
-    leaves: list[Any],
-    leaf_values: list[PrefixValue],
-    threaded: list[int] | None,
-    backend: Backend,
-    shaped: bool,
-    name: str,
-) -> tuple[list[LeafFold | None], dict[int, LeafFold], dict[int, LeafFold]]:
-    """The bound fold of every leaf, None for None; those of leaves that are reduced, by leaf index,
-    and that are collected, in a loop, which says which are `threaded`. Numbers among the leaves are
-    replaced by arrays.
-    """
-    folds, reduced, collected = (
-        list[LeafFold | None](),
-        dict[int, LeafFold](),
-        dict[int, LeafFold](),
-    )
+    threads = tuple[int, ...]()
+    if carried is not None and (carried or carries):
+        threads = _threads(value, leaf_values, carries, carried, backend)
     # Each kind of leaf is bound once, as a model has many leaves and few kinds. Keyed by the
     # `id` of a fold, which the caller keeps alive.
     bound: dict[tuple[int, Dtype], LeafFold] = {}
+    # None, and threaded objects, have neither fold nor shape nor dtype here.
+    folds: list[LeafFold | None] = [None] * len(leaves)
+    shapes, dtypes = list[Any](folds), list[Any](folds)
     for leaf_index, (fold, _) in enumerate(leaf_values):
         leaf, where = leaves[leaf_index], partial(leaf_path, value, leaf_index, backend, name)
         if not backend.arrays.is_array(leaf):
-            if leaf is None or fold.reducer.carries:  # carried leaves may be any object
-                folds.append(None)
+            if leaf is None or leaf_index in carries:  # carried leaves may be any object
                 continue
             leaf = leaves[leaf_index] = as_leaf(leaf, where, backend)
         kind = id(fold), leaf.dtype
         if kind not in bound:
             bound[kind] = bind(fold, leaf, where, backend.arrays)
-        folds.append(bound[kind])
-        axis = fold.reducer.monoid.axis
-        if shaped and (axis is not None or fold.reducer.stacked is not None):
-            check_shape(fold, leaf, where, backend.arrays)
-        if threaded is None or leaf_index not in threaded:
-            grows = threaded is not None and axis is not None
-            (collected if grows else reduced)[leaf_index] = bound[kind]
-    return folds, reduced, collected
+        folds[leaf_index], dtypes[leaf_index] = bound[kind], leaf.dtype
+        if shaped:
+            shapes[leaf_index] = leaf.shape
+            if bound[kind].axis is not None or fold.reducer.stacked is not None:
+                check_shape(fold, leaf, where, backend.arrays)
+    outputs = Outputs(
+        structure,
+        tuple(folds),
+        tuple(shapes),
+        tuple(dtypes),
+        threads,
+        carried is not None,
+        backend,
+    )
+    return outputs, leaves
 
 
 def broadcast_folds(
@@ -288,7 +251,7 @@ def broadcast_folds(
     of = "what grad_fn returns" if name == "output" else f"the {name}"
     what = f"fold= is no Fold, and the tree of folds is no prefix of {of}"
     is_fold = lambda node: isinstance(node, Fold)
-    return broadcast(fold, value, leaves, is_fold, backend.trees, name, what)
+    return broadcast(fold, value, is_fold, backend.trees, name, what)
 
 
 def as_leaf(leaf: Any, where: Callable[[], str], backend: Backend) -> Array:

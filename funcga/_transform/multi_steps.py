@@ -6,7 +6,7 @@ Design note: docs/concepts/inside_multi_steps.md.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial, reduce
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from funcga._backend import Arrays, Backend
 from funcga._backend.dispatch import backend_of, load_imported
-from funcga._call import Memory
+from funcga._call import Memory, Program
 from funcga._call.supported import ANY, check_supported
 from funcga._fold import check_weight
 from funcga._fold.accumulator import Accumulation, AccumulatorState, Folding, empty
@@ -28,7 +28,7 @@ from funcga.errors import FuncgaError
 from funcga.folds import FoldTree, mean
 
 if TYPE_CHECKING:
-    from funcga.tools.observe import ObserverTree
+    from funcga.observers import ObserverTree
 
 
 class Dropped(NamedTuple):
@@ -147,20 +147,12 @@ class MultiSteps(Transform):
             >>> updates, state = tx.flush(state, params)
         """
         update = self.update
-        with update.telling():
+        with update.program.telling():
             _check_extra(extra)
             backend = backend_of_state(state)
             if params is not None:
                 params, _ = update.opened(state, backend).matched(params, "params")
-            offered = backend.arrays.scalar(state.offered)
-            # Inside of jit only the program knows it; with replicas the others may have something.
-            is_known = not backend.arrays.is_array(offered)
-            if is_known and not offered and update.across is None:
-                raise FuncgaError(
-                    "the window is empty: nothing was accumulated since the last update, so there "
-                    "is nothing to flush. After the last window ask first: if state.offered > 0."
-                )
-            has_any = is_known or offered > 0
+            has_any = backend.arrays.scalar(state.offered > 0)  # inside of jit an array
             step = Step(update.tx, backend, update.donate)
             return update.end(step, step.owned, has_any, state, params, extra)
 
@@ -234,7 +226,7 @@ class MultiSteps(Transform):
     @property
     def across(self) -> Any:
         """The replicas that an update merges over, as they were given."""
-        return self.update.across
+        return self.update.program.across
 
 
 def multi_steps(
@@ -313,15 +305,16 @@ def multi_steps(
     """
     read = wrapped_transform(tx)
     memory = Memory(None if across is None else step_of(read.update))
+    program = Program(read.update, fold, across=across, memory=memory)
     folding, traits, skip = Folding(fold, "params"), traits_of(read), None
     if observe is not None:
-        observed = load("observe.updates", "observe=").ObservedFolding
+        observed = load("observe", "observe=").ObservedFolding
         folding = observed(fold, observe, traits.scales)
         memory.options = {**memory.options, **folding.options}
     if (drop, drop_if) != (None, None):
         check_supported(["drop=", "scaled=True"] if traits.scales else [], ANY)
         skip = load("dropping", "drop=").dropping(drop, drop_if, memory, read)
-    update = MultiStepsUpdate(read, check_size(n), folding, skip, across, donate, traits, memory)
+    update = MultiStepsUpdate(read, check_size(n), folding, skip, program, donate, traits)
     # In the type that the library's combinators take, such as optax.chain.
     transform = MultiSteps(update.init, update)
     for library in libraries():
@@ -337,10 +330,9 @@ class MultiStepsUpdate(UpdateFunction):
     n: WindowSize
     folding: Folding
     skip: Any  # of the tool that leaves micro-batches out: which ones, and what becomes of a window
-    across: Any
+    program: Program  # what replicas merge
     donate: bool
     inner: Traits  # of the wrapped transform
-    memory: Memory  # for merges over replicas
 
     @property
     def traits(self) -> Traits:
@@ -358,10 +350,10 @@ class MultiStepsUpdate(UpdateFunction):
             if fold is not None and fold.axis is not None:  # a state cannot grow with every call
                 raise FuncgaError(
                     f"the fold of {nothing.outputs.paths('params')[leaf_index]} collects rows, and "
-                    "gradients are to become one gradient. Fold them with funcga.mean(), "
-                    "funcga.per_weight() or funcga.sum()."
+                    "the state of multi_steps cannot grow. Fold with funcga.mean(), per_weight() "
+                    "or sum(); or fold the window in one call, by funcga.accumulate."
                 )
-        window = nothing._replace(replicas=self.replicas(backend)).packed(is_empty=True)
+        window = nothing._replace(replicas=self.program.replicas(backend)).packed(is_empty=True)
         counts, dropped = (zero(), zero(), arrays.as_array(False)), Dropped(zero(), zero())
         return MultiStepsState(self.tx.init(wide), window, *counts, dropped, observed)
 
@@ -382,8 +374,9 @@ class MultiStepsUpdate(UpdateFunction):
         extra, owned, backend = {**extra}, owned or self.donate, backend_of_state(state)
         weight, arrays, n = extra.pop("weight", 1), backend.arrays, self.n
         full = state.offered + 1 >= n if type(n) is int else self._is_last(state, arrays)
-        tells = self.across is not None and arrays.scalar(full) is True
-        with self.telling() if tells else nullcontext():
+        may_end = arrays.scalar(full) is True or hasattr(n, "is_full")
+        tells = may_end and self.program.across is not None
+        with self.program.telling() if tells else nullcontext():
             if extra:
                 _check_extra(extra)
             before = self.opened(state, backend)
@@ -436,7 +429,7 @@ class MultiStepsUpdate(UpdateFunction):
             keep = self.skip.keeps(grads, leaves, weight, window.outputs)
         if keep is not False:
             if folding.before:
-                leaves = folding.folded(leaves, window, weight)
+                leaves = folding.folded(leaves, weight)
             # If the host does not see whether to keep it, both windows are needed: not in place.
             after = window.add(leaves, weight, owned and keep is True)
         if keep is not True:
@@ -448,7 +441,7 @@ class MultiStepsUpdate(UpdateFunction):
         self,
         step: Step,
         spent: bool,
-        has_any: bool | Array,
+        keep: bool | Array,
         state: MultiStepsState,
         params: Tree,
         extra: dict[str, Any],
@@ -456,45 +449,45 @@ class MultiStepsUpdate(UpdateFunction):
         """(result, state): a step of the wrapped transform with the merged windows of all
         replicas; the window is then empty.
 
-        spent: whether the accumulators may be written to. has_any: whether the window has a
+        spent: whether the accumulators may be written to. keep: whether the window has a
         micro-batch.
         """
         backend, folding = step.backend, self.folding
         arrays, states = backend.arrays, backend.states
         window = self.opened(state, backend)
         # Merged first, as only the whole window shows whether there is an update.
-        merged, keep, dropped = window, has_any, state.dropped
+        merged, dropped = window, state.dropped
         if window.replicas is not None:
-            merged, spent = states.merged(window, self.memory, state.updates, spent), True
-            _check_not_empty(merged, arrays)
+            merged, spent = states.merged(window, self.program.memory, state.updates, spent), True
+            if keep is not True:
+                keep = arrays.scalar(merged.tally.steps + merged.rejected > 0)
+        if keep is False:
+            raise FuncgaError(
+                "the window is empty: nothing was accumulated since the last update, on any "
+                "replica, so there is nothing to flush. After the last window ask first: if "
+                "state.offered > 0. Over replicas flush once for each window that one of them has "
+                "a micro-batch of."
+            )
         if self.skip is not None:
             steps, rejected = arrays.scalar(merged.tally.steps), merged.rejected
             keep, dropped = self.skip.at_the_end(dropped, steps, rejected, arrays)
         finished = merged.finished(spent, "grads")
-        # In the dtypes in which the wrapped transform sees the params.
-        gradients, outputs = [*finished], merged.outputs
-        param_leaves = [] if params is None else window.matched(params, "params")[1]
-        for index, param in enumerate(param_leaves, folding.before):
-            fold, dtype = outputs.folds[index], getattr(param, "dtype", None)
-            if fold is None or dtype in (None, fold.result_dtype) or fold.fold.normalizer.dtype:
-                continue
-            gradients[index] = arrays.cast(gradients[index], arrays.accumulator_dtype(dtype))
-        value = backend.trees.unflatten(outputs.structure, gradients)
+        outputs = merged.outputs
+        value = backend.trees.unflatten(outputs.structure, finished)
         if self.inner.takes_weight:
             extra = {**extra, "weight": merged.total}
-        observed = state.observed
+        run, like, inner, observed = step.run, value, state.inner, state.observed
+        if folding.before:
+            run, like, inner = folding.observing(run), value[1], (inner, observed)
         try:
-            if folding.before:
-                report, value = folding.reported(*value, state.inner, outputs), value[1]
             given = value, extra
-            result, inner, updated = step.when(keep, step.run, state.inner, params, given, value)
+            result, inner, updated = step.when(keep, run, inner, params, given, like)
         except Exception:
-            self.memory.failed = True  # other replicas may have made this update
             if step.owned and merged is window:
                 merged.restore(finished)
             raise
         if folding.before:
-            observed = report(updated, observed)
+            inner, observed = inner
         emptied = empty(window.outputs, states.emptied(window), window.replicas)
         integer, flag = arrays.xp.int32, arrays.as_array(updated)
         updates, zero = state.updates + arrays.cast(updated, integer), arrays.cast(0, integer)
@@ -506,7 +499,7 @@ class MultiStepsUpdate(UpdateFunction):
     def opened(self, state: MultiStepsState, backend: Backend) -> Accumulation:
         """The window of a state, of this replica."""
         window = state.window
-        replicas = None if self.across is None else self.replicas(backend)
+        replicas = None if self.program.across is None else self.program.replicas(backend)
         # Without replicas the window is whole.
         if replicas is None and isinstance(window.part, tuple):
             return self.folding.opened(window, backend)
@@ -517,19 +510,6 @@ class MultiStepsUpdate(UpdateFunction):
             whole = self.folding.opened(window, backend)
             parts = [empty(whole.outputs, backend.states.emptied(whole))]
         return reduce(Accumulation.merge, parts)._replace(replicas=replicas)
-
-    def telling(self) -> AbstractContextManager[object]:
-        """The context of a call that ends a window, in which other processes, which wait for its
-        merge, are told of an error.
-        """
-        stack = ExitStack()
-        for backend in load_imported() if self.across is not None else ():
-            stack.enter_context(backend.states.telling(self.across, self.memory))
-        return stack
-
-    def replicas(self, backend: Backend) -> Any:
-        """The replicas of `across=`, if it was given."""
-        return None if self.across is None else backend.replicas.replicas_of(self.across)
 
 
 # -- params
@@ -544,17 +524,6 @@ def with_others(after: Tree, params: Tree, backend: Backend) -> Tree:
 
 
 # -- what is refused
-
-
-def _check_not_empty(merged: Accumulation, arrays: Arrays) -> None:
-    """Raises FuncgaError, on all replicas, if the host sees that none has added anything."""
-    count = arrays.scalar(merged.tally.steps + merged.rejected)
-    if not arrays.is_array(count) and count == 0:
-        raise FuncgaError(
-            "the window is empty on every replica: none has accumulated anything since the last "
-            "update, so there is nothing to flush. Flush once for each window that some replica "
-            "has a micro-batch of: one that has none adds nothing."
-        )
 
 
 def _check_extra(extra: dict[str, Any]) -> None:

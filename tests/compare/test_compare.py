@@ -335,12 +335,11 @@ def test_the_picture(mixed, tmp_path):
     mixed.plot(tmp_path / "report.svg")
     assert (tmp_path / "report.svg").read_bytes().startswith(b"<?xml")
     funcga.compare({}, {}).plot(tmp_path / "empty.png")
-    with pytest.raises(funcga.FuncgaError, match=r"cannot write '.*report\.docx': name a \.png, \.svg or \.pdf file"):
-        mixed.plot(tmp_path / "report.docx")
-    with pytest.raises(
-        funcga.FuncgaError, match=r"cannot write '.*none/r\.png': No such file .* in a folder that exists"
-    ):
-        mixed.plot(tmp_path / "none" / "r.png")
+    for file in ("report.docx", "none/r.png"):
+        with pytest.raises(
+            funcga.FuncgaError, match=r"cannot write .*\. Name a \.png, \.svg or \.pdf file in a folder"
+        ):
+            mixed.plot(tmp_path / file)
 
 
 def test_where_matplotlib_is_not_installed(monkeypatch):
@@ -350,14 +349,6 @@ def test_where_matplotlib_is_not_installed(monkeypatch):
     text = r"matplotlib.* is not installed, and report.plot draws with it.*pip install 'funcga\[parity\]'"
     with pytest.raises(funcga.FuncgaError, match=text):
         funcga.compare(1, 1).plot("x.png")
-
-
-@pytest.mark.parametrize(("options", "text"), [
-    ({"rtol": 1, "reduction": 2}, "rtol=1 and reduction=2 are two limits: .* Give one of them"),
-])  # fmt: skip
-def test_bad_options(options, text):
-    with pytest.raises(funcga.FuncgaError, match=text):
-        funcga.compare(1.0, 1.0, **options)
 
 
 @pytest.mark.parametrize("options", [{"rtol": -1}, {"rtol": math.nan}, {"atol": math.nan}, {"reduction": 0}], ids=str)
@@ -372,10 +363,10 @@ def test_no_limit_that_is_none_makes_leaves_close(options):
     ({"m": {"a": 1}.values()}, r"`m` of left is a dict_values, whose items have no paths. .* or a list of the items"),
     ({"a.b": 1, "a": {"b": 2}}, "two leaves of left have the path `a.b`, as a key with a dot in it and as nested keys"),
     ({"k": np.ma.array([1.0, 2.0], mask=[0, 1])}, r"`k` is masked, .* Pass x.filled\(0\), or .* x.compressed\(\)"),
-    (jax.random.key(0), r"^the array is key<fry>\[\], a typed key, which only JAX has. Convert jax.random.key_data\(key\)"),
-    ({"k": jax.ShapeDtypeStruct((2,), "float32")}, r"`k` is float32\[2\] of type ShapeDtypeStruct, a shape without numbers"),
-    ({"k": torch.ones(2, device="meta")}, r"`k` is float32\[2\] without memory that can be read \(Cannot copy out of meta tensor"),
-    ({"l": {"w": torch.eye(3).to_sparse()}}, r"`l\.w` is float32\[3, 3\] without memory that can be read \(can't convert Sparse layout"),
+    (jax.random.key(0), r"^`the array` is key<fry>\[\], which cannot be converted: .* Use jax.random.key_data\(arr\)"),
+    ({"k": jax.ShapeDtypeStruct((2,), "float32")}, r"`k` is float32\[2\], which cannot be converted: it is a shape without numbers"),
+    ({"k": torch.ones(2, device="meta")}, r"`k` is float32\[2\], which cannot be converted: Cannot copy out of meta tensor"),
+    ({"l": {"w": torch.eye(3).to_sparse()}}, r"`l\.w` is float32\[3, 3\], which cannot be converted: can't convert Sparse layout"),
 ])  # fmt: skip
 def test_what_cannot_be_compared(tree, text):
     with pytest.raises(funcga.FuncgaError, match=text):

@@ -168,7 +168,7 @@ def planned(device):
 def planned_module(device):
     net, batch = model(device)
     gradient = torch_backend.module_value_and_grad(net, lambda net, *batch: net(*batch))
-    return funcga.plan(gradient, *batch, in_axes=0).peak_bytes
+    return funcga.plan(gradient, *batch).peak_bytes
 
 
 def verified(loss, **options):

@@ -210,7 +210,7 @@ REFUSALS = {
     "a pair": ("has_aux=True", {"loss_fn": lambda w, s: ((s * w).sum(), 1)}),
     "no float": ("its value depends on no float array of them", {"summary_fn": lambda w, x: x > 0}),
     "complex": ("summary_fn returns a complex array", {"summary_fn": lambda w, x: x * w * 1j}),
-    "detached": ("the summaries that the loss uses depend on no parameter", {"summary_fn": lambda w, x: x + 0.0}),
+    "detached": ("the loss does not depend on `w`", {"summary_fn": lambda w, x: x + 0.0}),
     "mean of rows": ("grad_fn returned output as float64[2, 3] for ", {"call": "ragged", "fold": funcga.mean()}),
     "a window": ("the split arguments have different numbers of rows", {"call": "window"}),
     "a loader": ("A DataLoader is folded by stream.", {"call": "loader"}),

@@ -299,3 +299,17 @@ def test_parameters_are_looked_at_before_the_first_pass(n):
     of_params = funcga.coupled(lambda params, x: x @ params["w"], lambda params, s: s.mean(), n)
     with pytest.raises(RuntimeError, match="only Tensors of floating point dtype can require gradients"):
         of_params({"w": torch.ones(3, dtype=torch.int64)}, x)
+
+
+def test_a_step_inside_of_a_loss_is_refused_with_what_folds_the_summaries_there():
+    module, (x, y) = mlp(), batch()
+    params, summary_fn = trainable(module), pure_loss(module, summary_of)
+    loss_fn = lambda params, s: infonce(params["scale"], s)
+    step = funcga.coupled(summary_fn, loss_fn, 3)
+    with pytest.raises(funcga.FuncgaError, match=r"loss_fn\(params, funcga.accumulate\(summary_fn, n, fold="):
+        torch.func.grad(lambda params: step(params, x, y)[0])(params)
+    with pytest.raises(funcga.FuncgaError, match="or of a loss that is differentiated"):
+        funcga.grad(lambda params: step(params, x, y)[0])(params)
+    fold = funcga.accumulate(summary_fn, 3, fold=funcga.concat())
+    found = funcga.value_and_grad(lambda params: loss_fn(params, fold(params, x, y)))(params)
+    check(found, step(params, x, y))

@@ -261,13 +261,18 @@ def test_more_micro_batches_than_there_is_room_for(kit):
     [
         (lambda: funcga.reproducible(funcga.moments()), "the fold `moments, moments`, and has exact sums for mean"),
         (lambda: funcga.reproducible(funcga.mean(dtype="bfloat16")), "accumulates in bfloat16"),
-        (lambda: funcga.reproducible(funcga.mean), "takes one Fold"),
         (lambda: funcga.reproducible(funcga.mean(), limit=0), "limit is 0"),
     ],
 )
 def test_refusals(make, message):
     with pytest.raises(funcga.FuncgaError, match=message):
         make()
+
+
+def test_what_is_no_fold_raises_what_python_says():
+    for fold in (funcga.mean, (funcga.mean(), funcga.sum())):
+        with pytest.raises(AttributeError, match="reducer"):
+            funcga.reproducible(fold)
 
 
 def test_complex_gradients_are_refused(kit):

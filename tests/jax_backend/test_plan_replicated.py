@@ -64,8 +64,7 @@ def test_the_peak_is_that_of_the_real_step(devices, n, monkeypatch):
     plan = funcga.plan(over(devices, 1), params, *batch, memory="1 GiB")
     assert plan.peak_bytes == bytes_of(over(devices, n), params, *batch)
     assert plan.microbatch_size == -(-(88 // devices) // n)
-    assert plan.parts["parameters"] == F32 * (16 * 32 + 32 * 32)
-    assert plan.parts["batch"] == F32 * 17 * 88 // devices
+    assert plan.parts["arguments"] == F32 * (16 * 32 + 32 * 32) + F32 * 17 * 88 // devices
     assert plan.parts["results"] >= F32 * (16 * 32 + 32 * 32 + 1)
     for like, rows in (on_mesh(devices, params, batch), shapes((params, batch))) if n == 5 else ():
         assert funcga.plan(over(devices, 1), like, *rows, memory="1 GiB") == plan
@@ -117,8 +116,8 @@ def test_state_and_parameters_that_are_cut():
     params, x = jnp.ones((32, 8)), jnp.ones((40, 32))
     state = jax.ShapeDtypeStruct((32, 8), "float32", sharding=NamedSharding(on, P("data")))
     plan = funcga.plan(step(1), params, x, memory="1 GiB", state=state)
-    assert plan.parts["parameters"] == plan.parts["state"] == F32 * 32 * 8 // 4
-    assert plan.parts["batch"] == F32 * 40 * 32 // 4
+    assert plan.parts["state"] == F32 * 32 * 8 // 4
+    assert plan.parts["arguments"] == F32 * 32 * 8 // 4 + F32 * 40 * 32 // 4
     assert plan.peak_bytes == bytes_of(step(1), params, x) + plan.parts["state"]
 
 
@@ -138,7 +137,7 @@ STEPS = {
 
 @pytest.mark.parametrize("name", STEPS)
 def test_whatever_is_folded(name):
-    """Keyword arguments, which are on every device, are among the parameters."""
+    """Keyword arguments are on every device."""
     params, x, scale = jnp.ones((8, 16)), jnp.ones((40, 8)), {"a": jnp.ones(5), "key": jax.random.key(0)}
     options = {"scale": scale} if name == "totals" else {}
     step = lambda n: replicated(STEPS[name](n), mesh())
@@ -147,14 +146,14 @@ def test_whatever_is_folded(name):
     for row in plan.rows:
         of_arrays = lambda w, x, options, n=row.n: step(n)(w, x, **options)
         assert row.peak_bytes == bytes_of(of_arrays, params, x, options)
-    assert plan.parts["batch"] == F32 * 40 * 8 // 4
-    assert plan.parts["parameters"] == F32 * 8 * 16 + (F32 * 5 + 8 if options else 0)
+    whole = F32 * 8 * 16 + (F32 * 5 + 8 if options else 0)
+    assert plan.parts["arguments"] == whole + F32 * 40 * 8 // 4
 
 
 def test_refusals():
     params, batch = problem()
     step = funcga.accumulate(GRADIENT, 2, across="data")
-    with pytest.raises(funcga.FuncgaError, match=r"Plan it as it runs on a mesh: funcga.plan\(jax_backend.replicated"):
+    with pytest.raises(funcga.FuncgaError, match=r"Wrap the step, jax_backend.replicated\(step, mesh"):
         funcga.plan(step, params, *batch)
     update = replicated(lambda params, *batch: step(params, *batch)[0], mesh())
     with pytest.raises(funcga.FuncgaError, match="runs on every device is no step of accumulate or coupled"):

@@ -598,8 +598,8 @@ def test_a_plan_knows_of_it():
     gradient = torch_backend.module_value_and_grad(model, loss_of)
     size = model.table.weight.nbytes
     with torch_backend.fused_gradients(False):
-        plain = funcga.plan(gradient, *args, in_axes=0, memory=size).peak_bytes
-    fused = funcga.plan(gradient, *args, in_axes=0, memory=size).peak_bytes
+        plain = funcga.plan(gradient, *args, memory=size).peak_bytes
+    fused = funcga.plan(gradient, *args, memory=size).peak_bytes
     assert size < plain - fused < 3 * size
 
 

@@ -34,7 +34,7 @@ def test_gradients_are_set():
     for params, as_given in (
         (m, backwards),
         (names(), backwards),
-        (m.parameters(), lambda g: list(g.values())),
+        (list(m.parameters()), lambda g: list(g.values())),
         ({"deep": [names(), None]}, lambda g: {"deep": [g, None]}),
     ):
         for p in m.parameters():
@@ -79,12 +79,14 @@ def test_a_gradient_lies_as_its_parameter(grad):
     assert torch.equal(grad, given)
 
 
-UNTRAINED = "that does not require a gradient, so that no optimizer should step it: it is frozen, or a detached copy"
+ALIKE = (
+    "A gradient has its parameter's shape, dtype and device, and is a DTensor for a DTensor; and a parameter is what"
+)
 
 
 def test_what_no_optimizer_steps_is_given_no_gradient():
     m = module()
-    text = f"`grads['0.weight']` is float32[4, 3], and `params['0.weight']` is float32[4, 3] {UNTRAINED}"
+    text = f"`grads['0.weight']` is float32[4, 3], and `params['0.weight']` is float32[4, 3]. {ALIKE}"
     check_refused(text, torch_backend.assign_grads, m.state_dict(), ones(m))
     check_refused(text, torch_backend.assign_grads, ones(m), dict(m.named_parameters()))
     torch_backend.assign_grads([m[0].weight, torch.ones(2)], [None, None])
@@ -93,13 +95,10 @@ def test_what_no_optimizer_steps_is_given_no_gradient():
 def test_a_gradient_of_a_frozen_parameter():
     m = module()
     m[0].bias.requires_grad_(False)
-    check_refused(f"`params['0.bias']` is float32[4] {UNTRAINED}", torch_backend.assign_grads, m, ones(m))
+    check_refused(f"`params['0.bias']` is float32[4]. {ALIKE}", torch_backend.assign_grads, m, ones(m))
     assert all(p.grad is None for p in m.parameters())
     torch_backend.assign_grads(m, {**ones(m), "0.bias": None})
     assert [p.grad is None for p in m.parameters()] == [False, True, False, False]
-
-
-ALIKE = "A gradient has its parameter's shape, dtype and device, and is a DTensor for a DTensor"
 
 
 def without(grads, name):
@@ -109,12 +108,12 @@ def without(grads, name):
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (lambda g: without(g, "1.bias"), "grads and params differ in structure: `grads` is of type dict, with missing `['1.bias']`, new nothing. "
-         "Give grads the structure of params; of loss, grads = step(...) the gradients alone, with None where there is none."),
-        (lambda g: {}, "with missing `['0.weight']`, `['0.bias']`, `['1.weight']`, `['1.bias']`, new nothing"),
-        (lambda g: {**g, "1.bais": None}, "with missing nothing, new `['1.bais']`"),
-        (lambda g: list(g.values()), "`grads` is of type list, with missing"),
-        (lambda g: (1.0, g), "`grads` is of type tuple, with missing"),
+        (lambda g: without(g, "1.bias"), "`grads` has another structure than it should: missing `['1.bias']`, new nothing. "
+         "Give it that of the parameters; of loss, grads = step(...) the gradients alone, with None where there is none."),
+        (lambda g: {}, "missing `['0.weight']`, `['0.bias']`, `['1.weight']`, `['1.bias']`, new nothing"),
+        (lambda g: {**g, "1.bais": None}, "missing nothing, new `['1.bais']`"),
+        (lambda g: list(g.values()), "`grads` has another structure than it should: missing"),
+        (lambda g: (1.0, g), "`grads` has another structure than it should: missing"),
         (lambda g: {**g, "1.bias": torch.ones(3)}, f"`grads['1.bias']` is float32[3], and `params['1.bias']` is float32[2]. {ALIKE}"),
         (lambda g: {**g, "1.bias": 1.0}, f"`grads['1.bias']` is of type float, and `params['1.bias']` is float32[2]. {ALIKE}"),
         (lambda g: {**g, "1.bias": g["1.bias"].double()}, f"is float64[2], and `params['1.bias']` is float32[2]. {ALIKE}"),
@@ -131,10 +130,11 @@ def test_nothing_is_set_where_something_does_not_match(change, text):
 
 def test_what_is_no_parameter():
     p = torch.ones(2, requires_grad=True)
-    text = "computed from others, which has no .grad that an optimizer would look at"
-    check_refused(f"`params['w']` is float32[2], {text}", torch_backend.assign_grads, {"w": 2 * p}, {"w": p})
-    check_refused(f"`params['w']` is of type float, {text}", torch_backend.assign_grads, {"w": 1.0}, {"w": p})
-    check_refused("`grads` is of type list, with missing `[1]`", torch_backend.assign_grads, [p, p], [p])
+    check_refused(f"`params['w']` is float32[2]. {ALIKE}", torch_backend.assign_grads, {"w": 2 * p}, {"w": p})
+    check_refused(f"`params['w']` is of type float. {ALIKE}", torch_backend.assign_grads, {"w": 1.0}, {"w": p})
+    check_refused(
+        "`grads` has another structure than it should: missing `[1]`", torch_backend.assign_grads, [p, p], [p]
+    )
 
 
 def sharded(group):
@@ -201,6 +201,6 @@ def test_what_is_no_update():
         torch_backend.apply_updates, params, {"w": torch.ones(3)},
     )  # fmt: skip
     check_refused(
-        "updates and params differ in structure: `updates` is of type dict, with missing `['w']`, new `['v']`.",
+        "`updates` has another structure than it should: missing `['w']`, new `['v']`.",
         torch_backend.apply_updates, params, {"v": torch.ones(2)},
     )  # fmt: skip

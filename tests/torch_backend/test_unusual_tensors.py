@@ -85,7 +85,7 @@ OF_LAZY = {
     "a module, coupled": lambda own, *_: funcga.coupled(own, lambda module, of: of.std(), 2)(BATCH),
     "pure_loss, any function": lambda own, loss, params: funcga.accumulate(torch.func.grad(loss), 2)(params, BATCH),
     "verify": lambda own, loss, params: funcga.verify(funcga.value_and_grad(loss), params, BATCH, n=2),
-    "a module, plan": lambda own, *_: funcga.plan(own, BATCH, in_axes=0),
+    "a module, plan": lambda own, *_: funcga.plan(own, BATCH),
     "plan": lambda own, loss, params: funcga.plan(funcga.grad(loss), params, BATCH),
     "assign_grads": lambda own, loss, params: torch_backend.assign_grads(params, dict.fromkeys(params, BATCH)),
 }

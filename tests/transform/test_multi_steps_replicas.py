@@ -1,6 +1,7 @@
 """`multi_steps(across=)` in torch: each process folds what it has, and an update merges them, once."""
 
 import itertools
+import re
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ def problem(dtype=torch.float64):
     generator = torch.Generator().manual_seed(0)
     params = {
         "w": torch.randn(6, 3, generator=generator, dtype=dtype),
+        "scale": torch.randn((), generator=generator, dtype=dtype),  # which travels in the header
         "b": torch.randn(3, generator=generator, dtype=dtype),
     }
     rows = torch.randn(24, 6, generator=generator, dtype=dtype)
@@ -24,7 +26,7 @@ def problem(dtype=torch.float64):
 
 
 def gradient(params, rows):
-    return torch.func.grad(lambda p: (torch.tanh(rows @ p["w"] + p["b"]) ** 2).mean())(params)
+    return torch.func.grad(lambda p: (torch.tanh(p["scale"] * (rows @ p["w"]) + p["b"]) ** 2).mean())(params)
 
 
 def sgd():
@@ -177,10 +179,11 @@ def test_the_part_of_another_replica_is_refused():
     saved = processes().run(in_the_middle, 0, size=2)
     texts = processes().run(a_part_goes_on, saved[1][0], saved[0][1], size=1)
     text = (
-        "the state was saved in the middle of a window, as the part of replica 1 of 2: an update takes the state of every "
-        "replica, each once, and a replica its own. Merge the states of all replicas, state = tx.merge(states), and load "
-        "that one on every replica, whatever their number. Gather them when you save: "
-        "torch.distributed.all_gather_object(states, state)."
+        "the state was saved in the middle of a window, as the part of replica (rank, number of replicas) [(1, 2)], (0, 0) "
+        "for that of all, and None without across=: an update takes the state of every replica, each once, and a replica "
+        "its own. Merge the states of all replicas, state = tx.merge(states), and load that one on every replica, whatever "
+        "their number. Gather them when you save: torch.distributed.all_gather_object(states, state). Without across= save "
+        "one state, tx.merge([state]): each is a window of its own."
     )
     assert texts == [text]
     tx = funcga.multi_steps(torch_backend.from_optimizer(torch.optim.AdamW, lr=0.1), 3)
@@ -189,11 +192,13 @@ def test_the_part_of_another_replica_is_refused():
             tx.flush(state, params)
     (first, _), (second, _) = saved
     for states, listed in (
-        ([first], "0 of 2"),
-        ([first, first], "0 of 2, 0 of 2"),
-        ([second, first, first], "1 of 2, 0"),
+        ([first], [(0, 2)]),
+        ([first, first], [(0, 2), (0, 2)]),
+        ([second, first, first], [(1, 2), (0, 2), (0, 2)]),
     ):
-        with pytest.raises(funcga.FuncgaError, match=f"as the part of replica {listed}"):
+        with pytest.raises(
+            funcga.FuncgaError, match=re.escape(f"number of replicas) {listed}, (0, 0) for that of all")
+        ):
             tx.merge(states)
     later = second._replace(updates=second.updates + 1)
     with pytest.raises(
@@ -407,9 +412,9 @@ def some_without(group, drop, observe):
 def test_a_rank_that_has_nothing_takes_part_in_a_flush(drop, observe):
     for found, updates in processes().run(some_without, drop, observe, size=2):
         assert found.pop(1) == (
-            "the window is empty on every replica: none has accumulated anything since the last update, so there is "
-            "nothing to flush. Flush once for each window that some replica has a micro-batch of: one that has none "
-            "adds nothing."
+            "the window is empty: nothing was accumulated since the last update, on any replica, so there is nothing to "
+            "flush. After the last window ask first: if state.offered > 0. Over replicas flush once for each window that "
+            "one of them has a micro-batch of."
         )
         assert updates == 3
         for each, rows in zip(found, ([2, 3], [8, 9], [12, 13, 14, 15]), strict=True):

@@ -153,15 +153,14 @@ def test_no_weight():
         "micro-batches.",
         tx.update, params, tx.init(params), params,
     )  # fmt: skip
-    # Nothing is added to a state whose options do not ask for it.
-    assert {*funcga.trees.to_state_dict(torch_backend.from_optimizer(torch.optim.SGD).init(params))} == {
-        ".count",
-        ".started",
-    }
-    assert math.isnan(funcga.trees.to_state_dict(tx.init(params))[".weight"])
-    # And one that was saved before options asked for it goes on without.
-    _, state = tx.update(params, tx.init(params)._replace(weight=()), params, weight=5)
-    assert state.weight == ()
+    # The state has the weight of the last update, 0 where none was given.
+    sgd = torch_backend.from_optimizer(torch.optim.SGD)
+    state = sgd.init(params)
+    assert state.weight == 0
+    _, state = sgd.update(params, state, params, weight=torch.tensor(5))
+    assert state.weight == 5
+    _, state = sgd.update(params, state, params)
+    assert state.weight == 0
 
 
 def total_over(group):

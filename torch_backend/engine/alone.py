@@ -3,7 +3,6 @@ divided, whose aux may be anything, and where each dtype is the leaf's own.
 """
 
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,12 +29,9 @@ def value_of(
     kwargs: dict[str, Tree],
     may_record: bool = False,
     own: Own | None = None,
-    make: Callable[..., Window] | None = None,
-    weight: int = 1,
 ) -> Tree:
     """What a gradient function returns at these arguments, outside of windows and transforms.
-    `own`: the module whose own parameters are differentiated, in place of arguments. `make`: makes
-    another window than an Alone, of a micro-batch of this weight.
+    `own`: the module whose own parameters are differentiated, in place of arguments.
 
     Where it `may_record` and an argument requires grad, torch.func computes it: the result has a
     graph then. Of what loss_fn closes over it has none.
@@ -46,11 +42,10 @@ def value_of(
     key = call_key(None if own is None else own.params, flat, tuple(kwargs))
     plans = gradient.memory.keep(Plans)
     plan: Plan | None = plans.get(key)
-    of_call = uncut(args, gradient, backend), plan, own
-    with make(*of_call) if make else Alone(None, gradient, backend, *of_call) as window:
+    with Alone(None, gradient, backend, uncut(args, gradient, backend), plan, own) as window:
         arguments, kwargs = window.prepared(window.arguments, kwargs)
         with window.passes():
-            window.fold(tuple([part.value for part in arguments.parts]), kwargs, weight, True)
+            window.fold(tuple([part.value for part in arguments.parts]), kwargs, 1, True)
         result = window.result()
     if plan is None:
         plans.put(key, window.plan)

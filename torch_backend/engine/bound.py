@@ -26,14 +26,19 @@ def folding_of(window: Any, loss: torch.Tensor, aux: Tree) -> Folding:
     if loss.dtype is window.plan.loss_dtype and type(loss) is torch.Tensor:
         known: Folding = window.plan.folding
         return known
+    return _new_folding(window, loss, aux)
+
+
+def _new_folding(window: Any, loss: torch.Tensor, aux: Tree) -> Folding:
     program: Any = window.program
     arguments, gradient, indices = window.arguments, window.gradient, window.plan.indices
     # Before the first backward pass the leaves stand in for their gradients: they are alike.
-    grads = [window.leaves.trees[index] for index in indices]
+    grads = [*map(window.leaves.trees.get, indices)]
     aux = trees.detached(aux, True)
     if program.watch is not None:
-        of = program, gradient, arguments
-        gradient = window.gradient = program.watch.of_gradient(*of, (loss, aux), grads)
+        readings = program.watch.readings(program, gradient.compose(loss, aux, grads), arguments)
+        gradient = window.gradient = window.watching = readings.of_gradient(gradient, loss)
+        window.callback(gradient.end)
     outputs, leaves = program.bind(gradient.compose(loss, aux, grads), arguments)
     for index, tree in zip(indices, grads, strict=True):
         check_dense(tree, index, gradient)
@@ -50,8 +55,7 @@ def folding_of(window: Any, loss: torch.Tensor, aux: Tree) -> Folding:
 
     of_inputs = present(window.plan.whole)
     if program.watch is not None:
-        window.watching = gradient.watch(dict(zip(of_inputs, window.arriving, strict=True)))
-        window.callback(window.watching.end)
+        gradient.begin(dict(zip(of_inputs, window.arriving, strict=True)))
     rest = gradient.compose(loss, aux, [() for _ in indices])
     folding = Folding(
         outputs,

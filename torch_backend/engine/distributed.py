@@ -5,7 +5,7 @@ A parameter that is a DTensor has gradients that are Partial sums. Autograd adds
 and each is reduced once, at the end of the window.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
@@ -13,7 +13,6 @@ import torch
 
 from funcga._call import Program
 from funcga._call.arguments import Arguments
-from funcga._fold.outputs import Outputs
 from funcga._types import Tree
 from torch_backend import arrays, trees
 from torch_backend.engine import bound
@@ -25,13 +24,13 @@ from torch_backend.sums import Folding, Sums
 
 
 class Distributed(Window):
-    """A window that may be merged over replicas, by `merge`."""
+    """A window that may be merged over replicas, by one of `merges`, or by none."""
 
     may_communicate = True
 
-    def __init__(self, merge: Reduction | None, *window: Any):
+    def __init__(self, merges: Sequence[Reduction], *window: Any):
         super().__init__(*window)
-        self.merge = merge
+        self.merges = merges
 
     def __enter__(self) -> Self:
         self.listener = Listener()  # from here on the window hears collectives
@@ -52,34 +51,32 @@ class Distributed(Window):
 
     def _bind(self, loss: torch.Tensor, aux: Tree) -> Sums:
         sums = super()._bind(loss, aux)
-        if self.merge is None:
-            return sums
-        if self.communicates:
+        if self.merges and self.communicates:
             # Collectives of the loss add cotangents of several replicas, which have to be in one
             # unit.
             sums.unit, sums.unit_is_fixed = 1.0, True
-        grads = [self.leaves.trees[index] for index in self.plan.indices]
-        like = self.gradient.compose(loss, trees.detached(aux, True), grads)
-        self.merge.propose(sums, trees.flatten(like)[0])
+        for merge in self.merges:
+            grads = [self.leaves.trees[index] for index in self.plan.indices]
+            like = self.gradient.compose(loss, trees.detached(aux, True), grads)
+            merge.propose(sums, trees.flatten(like)[0])
         return sums
 
     def merged(self, sums: Sums) -> Tree:
         """The normalised result, of all replicas."""
         sums.settle(dict(zip(sums.folding.grads, self.inputs, strict=True)))
-        if self.merge is not None:
-            self.merge.merge()
+        for merge in self.merges:
+            merge.merge()
         return sums.result()
 
     def result_without_microbatches(
         self, arguments: Arguments, kwargs: dict[str, Tree], state: list[Any]
     ) -> Tree:
         """The result on a replica that has nothing to fold; `state` is what came in."""
-        own = self.leaves.trees.get(OWN)
-        assert self.merge is not None
-        assert self.program is not None
-        sums = adopted(self.merge, self.program, arguments, Sums, own)
+        (merge,), program, own = self.merges, self.program, self.leaves.trees.get(OWN)
+        assert program is not None
+        sums = adopted(merge, program, arguments, Sums, own)
         sums.state = state
-        self.merge.merge()
+        merge.merge()
         return sums.result()
 
 
@@ -95,17 +92,20 @@ def adopted(
     """
     known = trees.flatten([part.value for part in arguments.parts] if own is None else own)[0]
     devices = [leaf.device for leaf in known if isinstance(leaf, torch.Tensor)]
-    device = devices[0] if devices else torch.device("cpu")
+    device = next(iter(devices), "cpu")
 
-    def rebuild(value: Tree) -> tuple[Outputs, list[Any]]:
+    def rebuild(value: Tree) -> tuple[Folding, list[Any]]:
         likes, structure = trees.flatten(value)
         leaves = [like if like is None else torch.empty_like(like, device=device) for like in likes]
         value = trees.unflatten(structure, leaves)
         if own is not None:  # the others say what theirs are like
             value = bound.with_gradients(program, value, lambda _: own)
-        return program.bind(value, arguments)
+        outputs, leaves = program.bind(value, arguments)
+        return Folding(outputs), leaves
 
-    return merge.adopt(empty, rebuild)
+    merge.agree(rebuild=rebuild)
+    merge.sums = empty(Folding(merge.agreement.outputs))
+    return merge.sums
 
 
 def with_a_blank_row(arguments: Arguments) -> Arguments:

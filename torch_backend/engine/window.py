@@ -51,9 +51,10 @@ class Window(ExitStack):
     `leaves` last as long, and `inputs` are these in order. Arguments that are split have leaves of
     their own in each micro-batch, `moving`: the last ones stand among the `leaves`, too. `plan`:
     the one that is known, or a new one, which the first loss completes. `versions`: those of the
-    leaves, which nobody may write to. `watch` looks at modules that run in backward passes, if it
-    is not None. All of these are set on entering, and:
+    leaves, which nobody may write to. All of these are set on entering, and:
     """
+
+    watch: recompute.Watch | None = None  # looks at modules that run in backward passes
 
     visits: Visit | None = None  # the visit of a pure_loss to its module
     loss_fn: Callable[..., Any]  # as it is called; set on entering, and by `passes`
@@ -78,7 +79,7 @@ class Window(ExitStack):
     hooked = False  # whether a leaf has hooks of the user's; set by `_bind`
     share: float | None = None  # of all micro-batches, in such a window; set by `_bind`
     # What the last pass started from, and its type, dtype, device, value; set by `backward`.
-    cotangent: tuple[object, Any] = None, None
+    cotangent: tuple[tuple[object, ...], Any] = (), None
     writes = 0  # set after each pass: how much has been added to the `.grad`s
     begun = False  # whether each of the inputs has its sum as its `.grad`
     unreached = False  # whether a loss reached no leaf, though it should have
@@ -135,7 +136,7 @@ class Window(ExitStack):
                 self.noted = partial(recompute.noted, seen, inputs)
             elif keeps_parameters:
                 seen = None
-            self.watch: Any = recompute.Watch(seen, inputs, plan.on_host, keeps_parameters)
+            self.watch = recompute.Watch(seen, inputs, plan.on_host, keeps_parameters)
             self.versions = [*map(_private.version, inputs)]
             self.push(stack.pop_all())
         return self
@@ -292,18 +293,20 @@ class Window(ExitStack):
             inputs, others = functions.restriction(self, loss, leaves)
         on_host = self.plan.on_host and loss.is_cpu
         # One tensor serves all passes from the same cotangent, unless somebody has written to it.
-        kind, (known, cotangent) = (type(loss), loss.dtype, loss.device, seed, 0), self.cotangent
-        if kind != known or kind[0] is not torch.Tensor or cotangent._version:
+        kind = type(loss), getattr(loss, "placements", None), loss.dtype, loss.device, seed
+        known, cotangent = self.cotangent
+        if (*kind, 0) != (*known, getattr(cotangent, "_version", None)):
             cotangent = torch.full_like(loss, seed, requires_grad=False)
             self.cotangent = kind, cotangent
-        watch, hooks, task = self.watch, _private.FORWARD_PRE_HOOKS, None
+        watch, hooks = self.watch, _private.FORWARD_PRE_HOOKS
+        task: AbstractContextManager[object] = nullcontext()
         try:
             if ON and watch is not None:
                 # A module that runs in the backward pass has the right parameters.
                 watch.custom, hooks[watch] = not inputs, watch.check
                 if not watch.on_host:
                     task = watch.task_of(loss)
-            with others, self.outside():
+            with task, others, self.outside():
                 if self.plan.run is not None and self.may_fuse:
                     self.plan.run(loss, cotangent, inputs, on_host)
                 else:
@@ -316,8 +319,6 @@ class Window(ExitStack):
             raise switched_off() from error
         finally:
             hooks.pop(watch, None)
-            if task is not None:
-                task.remove()
 
     def _count_writes(self, moving: Sequence[torch.Tensor] = ()) -> int:
         """A number that grows with everything that is added to the `.grad`s of the leaves."""

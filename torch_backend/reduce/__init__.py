@@ -13,26 +13,18 @@ Design note: docs/concepts/inside_replicas.md.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from typing import Any
 
 import torch
 
-from funcga._backend import Backend
-from funcga._call import Memory, Program
+from funcga._call import Memory
 from funcga._types import Array, Scalar
 from funcga.errors import FuncgaError
 from torch_backend import arrays
-from torch_backend.reduce.agreement import (
-    Agreement,
-    Histories,
-    History,
-    Rebuild,
-    agree,
-    check_steps,
-    propose,
-)
+from torch_backend.dtensor import as_dtensor, local, spec_of
+from torch_backend.reduce.agreement import Agreement, Histories, History, Rebuild
 from torch_backend.reduce.header import (
     Report,
     check_in_step,
@@ -41,24 +33,24 @@ from torch_backend.reduce.header import (
     nothing_to_fold,
 )
 from torch_backend.reduce.wire import Addition, gather
-from torch_backend.replicas import InTurn, Replicas, explained
-from torch_backend.sums import Folding, Sums, power_below
+from torch_backend.replicas import InTurn, Replicas, explained, replicas_of
+from torch_backend.sums import Sums, power_below
 
 
 class Reduction:
     """Merges what one window folds over the replicas: `propose`, `agree` and `merge`, or `abort`.
 
-    A replica without any micro-batch calls `adopt` in place of `propose`. Where an error ends the
-    call, `telling` aborts what is running.
+    A replica without any micro-batch proposes nothing, and sets empty `sums` of what the others
+    fold when they have agreed. Where an error ends the call, `telling` aborts what is running.
     """
 
-    sums: Sums  # set by `propose` or `adopt`
-    # What is folded here, set by `propose`; without any micro-batch what the others fold, set by
-    # `agree`.
-    agreement: Agreement | None = None
+    sums: Sums  # set by `propose`, or from outside
+    # An Agreement on what is folded here, set by `propose`; without any micro-batch on what the
+    # others fold, set by `agree`.
+    agreement: Any = None
     # What waits for the reports of all replicas, while that of the last pass here is under way.
-    exchange: Callable[[], None] | None = None
-    reports: list[Report]  # the last ones
+    exchange: Callable[[], list[Report]] | None = None
+    reports: list[Report]  # those of all, set by `agree`
     unit = 0.0  # of the weighted sums when they travel; 0 until all replicas have agreed
     # What is under way, set by `_send`; what is gathered is waited for and taken in by a function.
     addition: Addition | None = None
@@ -66,13 +58,14 @@ class Reduction:
     updates: Scalar = 0  # how many a state of multi_steps has made; 0 in the window of a call
 
     def __init__(self, memory: Memory, replicas: Replicas):
-        self.memory, self.replicas, self.channel = memory, replicas, replicas.channel
-        histories = memory.keep(Histories)
-        self.history = histories.setdefault(replicas.group, History())
+        self.replicas, self.channel, histories = replicas, replicas.channel, memory.keep(Histories)
+        history = self.history = histories.setdefault(replicas.group, History(memory, replicas))
         # Every window counts, merged or not: by that replicas notice that they are out of step.
         histories.begun += 1
-        self.history.begun += 1
-        self.window, self.history.running = self.history.begun, self
+        history.begun += 1
+        self.window, history.running = history.begun, self
+        # Where each leaf that travels lies, set by `_send`: a DTensor travels as its shard.
+        self.specs: dict[int, Any] = {}
 
     def propose(self, sums: Sums, leaves: Sequence[Array]) -> None:
         """Takes the sums of a window whose first micro-batch has these leaves.
@@ -80,18 +73,7 @@ class Reduction:
         A leaf that is None is reduced elsewhere.
         """
         self.sums = sums
-        self.agreement = propose(self.history, sums.folding, leaves, self.replicas)
-
-    def adopt(self, sums_of: Callable[[Folding], Sums], rebuild: Rebuild) -> Sums:
-        """Agrees on empty sums of what the others fold, on a replica without any micro-batch.
-
-        In a first window they say what that is: `rebuild(value)` has the Outputs and the leaves of
-        a value like theirs, whose tensors have no memory.
-        """
-        self.agree(rebuild=rebuild)
-        assert self.agreement is not None
-        self.sums = sums_of(Folding(self.agreement.outputs))
-        return self.sums
+        self.agreement = self.history.propose(sums.folding, leaves)
 
     def meet(self, last: bool) -> bool:
         """Waits for the other replicas, before what these reduce by themselves; whether all say
@@ -101,35 +83,35 @@ class Reduction:
         collectives of two windows would be taken for one another.
         """
         with self._same_on_all():
-            self._begin_exchange(self._header(last=last))()
-        return all(report.last for report in self.reports)
+            return all(report.last for report in self._exchange(self._report(last=last))())
 
     def agree(self, last: bool = True, rebuild: Rebuild | None = None) -> bool:
         """Tells the other replicas what is folded here, waits for what they tell, and sets the
         unit; or is like `meet`, as long as not all of them say that this is their last pass.
 
+        A replica without any micro-batch is told what the others fold in a first window: `rebuild`
+        makes it of a value like theirs, whose tensors have no memory.
         Raises FuncgaError, on all replicas, if they do not do the same.
         """
         if self.unit:
             return True
         with self._same_on_all():
-            receive = self.exchange or self._begin_exchange(self._report(last))
+            receive = self.exchange or self._exchange(self._report(self.agreement, last=last))
             self.exchange = receive if last else None
-            receive()
-            self.exchange, reports = None, self.reports
+            self.reports = reports = receive()
+            self.exchange = None
             if not all(report.last for report in reports):
                 return False
             if not any(report.digest for report in reports):
                 raise nothing_to_fold()
-            mine = self.agreement
-            self.agreement = agree(self.history, mine, rebuild, reports, self.replicas)
+            self.agreement = self.history.agree(self.agreement, rebuild, reports)
         # If all replicas have one unit, as with equal weights, nothing is rescaled. Otherwise the
         # unit is a power of two, and a sum is rounded once at most.
         units = {report.unit for report in reports} - {0.0} or {1.0}
         self.unit = units.pop() if len(units) == 1 else power_below(max(units))
         return True
 
-    def _begin_exchange(self, mine: Report) -> Callable[[], None]:
+    def _exchange(self, mine: Report) -> Callable[[], list[Report]]:
         """Sends the report of this replica, after what is still owed from earlier windows. Returns
         what waits for the reports of all.
 
@@ -138,42 +120,36 @@ class Reduction:
         self.channel.send_owed()
         exchange, history = exchange_reports(self.channel, mine), self.history
 
-        def receive() -> None:
-            reports = self.reports = exchange()
+        def receive() -> list[Report]:
+            reports = exchange()
             # What a replica has not finished is in each header from now on: as long as the others
             # cannot know what it has left out, all windows are refused.
             if self.updates < max([report.updates for report in reports]):
                 history.finished -= 1
             check_in_step(reports)
-            check_steps(history, self.memory, reports, self.channel)
+            history.check_steps(reports)
+            return reports
 
         return receive
 
-    def _report(self, last: bool) -> Report:
-        """What this replica has folded."""
-        agreement = self.agreement
-        if agreement is None:
-            return self._header(last=last)
-        sums, numbers = self.sums, [self.sums.of[leaf] for leaf in agreement.numbers or ()]
-        # Counts that only a device knows are sent with the sums.
-        counts = sums.total, sums.steps, sums.rejected
-        weight, steps, rejected = [0 if isinstance(c, torch.Tensor) else c for c in counts]
-        return self._header(
-            last=last,
-            digest=agreement.digest,
-            agreed=agreement.is_agreed,
-            on_device=any(isinstance(count, torch.Tensor) for count in counts),
-            steps=steps,
-            weight=float(weight),
-            unit=sums.unit or 0.0,
-            rejected=rejected,
-            numbers=tuple([0.0 if n is None else float(arrays.scalar(n)) for n in numbers]),
-        )
-
-    def _header(self, **said: Any) -> Report:
-        """A report that begins as all do: with the step, and how far it has come."""
-        step = digest_of((self.memory.step, [*self.memory.options.items()]))
-        return Report(step, self.window, self.history.finished, float(self.updates), **said)
+    def _report(self, agreement: Agreement | None = None, **said: Any) -> Report:
+        """What this replica says: how far the step has come, and what is folded by an agreement."""
+        if agreement is not None:
+            sums = self.sums
+            # Counts that only a device knows are sent with the sums.
+            counts = sums.total, sums.steps, sums.rejected
+            known = [0.0 if torch.is_tensor(count) else float(count) for count in counts]
+            said["weight"], said["steps"], said["rejected"] = known
+            said.update(
+                on_device=any(map(torch.is_tensor, counts)),
+                digest=agreement.digest,
+                agreed=agreement.is_agreed,
+                unit=sums.unit or 0.0,
+                numbers=[float(arrays.scalar(sums.of[leaf]) or 0) for leaf in agreement.numbers],
+            )
+        history = self.history
+        step = digest_of((history.step, [*history.options.items()]))
+        return Report(step, self.window, history.finished, float(self.updates), **said)
 
     @contextmanager
     def _same_on_all(self) -> Iterator[None]:
@@ -230,7 +206,7 @@ class Reduction:
             if (self.unit or self.exchange is not None) and self.agree():
                 self._send()
             else:
-                exchange_reports(self.channel, self._header(failed=True))
+                exchange_reports(self.channel, self._report(failed=True))
         except (FuncgaError, RuntimeError):
             # The others have raised the same, and wait for nothing.
             return
@@ -239,30 +215,32 @@ class Reduction:
         """Begins all messages that are left, except those before which the replicas have to
         exchange shapes.
         """
-        assert self.agreement is not None
         sums, agreement = self.sums, self.agreement
+        of, outputs = sums.of, agreement.outputs
         if self.addition is None:
             sums.hold_in(self.unit)  # from the unit of this replica to that of all
             for leaf in (*agreement.summed, *agreement.gathered):
                 # All send the same shapes: where nothing is folded it is the identity.
-                if sums.of[leaf] is None:
-                    sums.of[leaf] = sums.folding.folds[leaf].identity(agreement.likes[leaf])
-            on_device = any(report.on_device for report in self.reports)
-            if on_device or agreement.numbers is None:
-                counts = (sums.total, sums.steps, sums.rejected) if on_device else ()
-                self.addition = Addition(sums, agreement, self.replicas, counts)
+                if of[leaf] is None:
+                    of[leaf] = sums.folding.folds[leaf].identity(agreement.likes[leaf])
+                self.specs[leaf], of[leaf] = spec_of(of[leaf]), local(of[leaf])
+            counts = sums.total, sums.steps, sums.rejected
+            told = counts if any(report.on_device for report in self.reports) else ()
+            # A mark of an error has to be read before the exchanges that all but sums take.
+            others = agreement.gathered or outputs.collected or outputs.threads
+            if told or agreement.summed or others:
+                self.addition = Addition(sums, agreement, self.replicas, told)
         # If its last message is sent already when this replica fails, the others have all of the
         # window, and the next header shows that it was not finished here.
         if self.addition is not None:
             self.addition.begin(has_failed=self.history.running is not self)
-        if agreement.gathered and not (self.gathered or sums.folding.outputs.collected):
+        if agreement.gathered and not (self.gathered or outputs.collected):
             self.gathered = gather(sums, agreement, self.replicas)
 
     def _receive(self) -> None:
         """Waits for everything, and takes in what the others have folded."""
-        assert self.agreement is not None
-        sums, agreement, reports = self.sums, self.agreement, self.reports
-        collects, state = sums.folding.outputs.collected, sums.state
+        sums, agreement = self.sums, self.agreement
+        collects, state = agreement.outputs.collected, sums.state
         self._count()
         if self.addition is not None:
             counts, mark = self.addition.finish()
@@ -274,27 +252,28 @@ class Reduction:
             self.gathered = gather(sums, agreement, self.replicas)
         if self.gathered is not None:
             self.gathered()
-        folded = [rank for rank, report in enumerate(reports) if report.steps]
+        for leaf, spec in self.specs.items():
+            sums.of[leaf] = as_dtensor(sums.of[leaf], spec)
+        folded = [rank for rank, report in enumerate(self.reports) if report.steps]
         if state and folded:
-            # Its arrays, numbers and texts. Any other object stays each replica's own.
             told = self.channel.broadcast_from(folded[-1], [*map(_portable, state)])
             state[:] = map(partial(_taken, device=agreement.device), told, state)
 
     def _count(self) -> None:
-        """Takes in what all headers say: the counts, and scalars, in the order of the replicas."""
-        assert self.agreement is not None
-        sums, reports = self.sums, self.reports
-        known = [(report.weight, report.steps, report.rejected) for report in reports]
-        sums.total, steps, rejected = map(sum, zip(*known, strict=True))
-        sums.unit, sums.steps, sums.rejected = self.unit, int(steps), int(rejected)
-        for position, leaf in enumerate(self.agreement.numbers or ()):
+        """Takes in what all headers say: the counts, and numbers, in the order of the replicas."""
+        sums, folding, reports = self.sums, self.sums.folding, self.reports
+        sums.unit, sums.total = self.unit, sum([report.weight for report in reports])
+        sums.steps = int(sum([report.steps for report in reports]))
+        sums.rejected = int(sum([report.rejected for report in reports]))
+        for position, leaf in enumerate(self.agreement.numbers):
             # From the unit of each replica to that of all; one without a unit has nothing to add.
-            is_weighted = sums.folding.kinds[leaf] == "weighted"
-            addends = [
-                r.numbers[position] * (r.unit / self.unit if is_weighted else 1.0) for r in reports
-            ]
-            dtype = sums.folding.folds[leaf].accumulator_dtype
-            sums.of[leaf] = torch.tensor(sum(addends), dtype=dtype, device="cpu")
+            is_weighted = folding.kinds[leaf] == "weighted"
+            units = [report.unit / self.unit if is_weighted else 1.0 for report in reports]
+            total = sum(
+                [r.numbers[position] * unit for r, unit in zip(reports, units, strict=True)]
+            )
+            dtype = folding.folds[leaf].accumulator_dtype
+            sums.of[leaf] = torch.tensor(total, dtype=dtype, device="cpu")
 
     def _look_at(self, mark: torch.Tensor, may_wait: bool) -> None:
         """Raises FuncgaError, on all replicas, if one has marked its sums as failed."""
@@ -313,23 +292,27 @@ class Reduction:
 
 
 def _portable(leaf: object) -> object:
-    """A leaf of the state as another process can have it; None for an object of this process."""
+    """An array, number or text of the state as another process can have it; None for any other
+    object, which stays each replica's own.
+    """
     if isinstance(leaf, torch.Tensor):
         return leaf.detach().cpu()
     return leaf if isinstance(leaf, bool | int | float | complex | str) else None
 
 
 def _taken(told: Any, mine: Any, device: torch.device) -> Any:
-    """A leaf of the state as another process has told it, on this device; that of this process
-    where it could not.
-    """
+    """A leaf of the state as another process has told it; that of this one where it could not."""
     if isinstance(told, torch.Tensor):
         return told.to(device)
     return mine if told is None else told
 
 
-def reductions_of(program: Program, backend: Backend) -> list[Reduction]:
-    """What merges a window over the replicas of `across=`, one after the other; usually one."""
+def reductions_of(across: Any, memory: Memory) -> list[Reduction]:
+    """What merges a window over the replicas of `across=`, one after the other: one, or none
+    without it.
+    """
+    if across is None:
+        return []
     if arrays.in_transform():
         raise FuncgaError(
             "across= was given inside of a torch.func transform, or of a loss that is being "
@@ -338,6 +321,44 @@ def reductions_of(program: Program, backend: Backend) -> list[Reduction]:
             "torch.no_grad(), if it is a constant there."
         )
     # A wrapper of a module says itself what it is merged over.
-    across = program.across
-    several = across if isinstance(across, InTurn) else [program.replicas(backend)]
-    return [Reduction(program.memory, replicas) for replicas in several]
+    several = across if isinstance(across, InTurn) else [replicas_of(across)]
+    return [Reduction(memory, replicas) for replicas in several]
+
+
+# --- the context of a call
+
+# What begins a window, which is a context.
+Begin = Callable[[], AbstractContextManager[object]]
+
+
+class _EndedError(Exception):
+    """Ends a window in which nothing was folded."""
+
+
+@contextmanager
+def telling(windows: Sequence[tuple[Memory, Begin]]) -> Iterator[None]:
+    """A context of one call of a step, in which other replicas are told of an error.
+
+    `windows` are those of the call, in their order: where each is counted, and what begins it. One
+    that has not begun begins then, and ends: the others have begun as many, and wait in one of
+    them.
+    """
+    counted = [(memory.keep(Histories), begin) for memory, begin in windows]
+    for histories, _ in counted:
+        histories.begun = 0
+    try:
+        yield
+    except BaseException:
+        for histories, begin in counted:
+            if not histories.begun:
+                with suppress(Exception), begin():
+                    raise _EndedError from None
+            for history in histories.values():
+                if history.running is not None:
+                    history.running.abort()
+                # The others may have the result already. Each header says what is finished here, so
+                # that the next window is refused on all of them.
+                history.finished = min(history.finished, history.begun - 1)
+                if history.differs:
+                    raise  # the others may have other windows in this call, and wait in none
+        raise

@@ -8,7 +8,7 @@ structure as it has nothing to fold, more is told.
 import pickle
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
@@ -23,11 +23,11 @@ from funcga.errors import FuncgaError
 from torch_backend import arrays
 from torch_backend.dtensor import as_dtensor, is_dtensor, local, ranks_with_other_shards, spec_of
 from torch_backend.reduce.header import ROOM, Report, digest_of
-from torch_backend.replicas import Channel, Replicas, check_alike
+from torch_backend.replicas import Replicas, check_alike
 from torch_backend.sums import Folding
 
-# Makes the Outputs and the leaves of a value here that is like one of others, without memory.
-Rebuild = Callable[[Tree], tuple[Outputs, Sequence[Array]]]
+# Makes how a value here is folded that is like one of others, and its leaves, without memory.
+Rebuild = Callable[[Tree], tuple[Folding, Sequence[Array]]]
 
 
 @dataclass(eq=False)
@@ -39,9 +39,8 @@ class Agreement:
     where the leaves of the outputs lie; None for one that is not an array, or that is reduced
     elsewhere. `is_agreed`: whether all replicas have said that they fold this.
 
-    Leaves are `summed`, or `gathered`. If all are `numbers` on the host, and few, they travel in
-    the header, and nothing else is sent; else that is None. It follows from what is folded, so it
-    is the same on every replica.
+    Scalars on the host, the first few, are `numbers` in the header; all others are `summed`, or
+    `gathered`. It follows from what is folded, so it is the same on every replica.
     """
 
     key: tuple[object, ...]
@@ -49,36 +48,139 @@ class Agreement:
     likes: list[Any]
     description: dict[str, str]
     digest: int
+    numbers: list[int]
     summed: list[int]
     gathered: list[int]
-    numbers: list[int] | None
     is_agreed: bool = False
 
     @property
     def device(self) -> torch.device:
         """Where anything travels from that is no sum."""
-        return next((local(like).device for like in self.likes if like is not None), _HOST)
+        host = torch.device("cpu")
+        return next((local(like).device for like in self.likes if like is not None), host)
 
 
-_HOST = torch.device("cpu")
-# So few elements are not worth a message of their own.
-_FEW = 8
-
-
-@dataclass(eq=False)
 class History:
-    """The windows of one step over one group, as this replica has seen them."""
+    """The windows of one step over one group, as this replica has seen them, and what the replicas
+    have agreed on.
+    """
 
-    begun: int = 0
-    finished: int = 0
+    begun = finished = 0  # how many windows; counted by each Reduction
     # The Reduction that has begun, until it is merged, or given up here, or all replicas raise.
     running: Any = None
-    # Digests of the different steps that replicas may take, as each has a loss of its own.
+    # Digests of the different steps that replicas may take, as each has a loss of its own; set by
+    # `check_steps`, as is whether they were given other options, and so may have other windows in
+    # a call.
     steps: list[float] | None = None
-    # Whether the replicas were given other options, and so may have other windows in a call.
-    differs: bool = False
-    # On the last structures.
-    agreements: deque[Agreement] = field(default_factory=lambda: deque(maxlen=16))
+    differs = False
+
+    def __init__(self, memory: Memory, replicas: Replicas):
+        self.step, self.options, self.replicas = memory.step, memory.options, replicas
+        self.agreements: deque[Agreement] = deque(maxlen=16)  # on the last structures
+
+    def propose(self, folding: Folding, leaves: Sequence[Array]) -> Agreement:
+        """The Agreement on outputs that are folded so: one that there is, or one that the others
+        have yet to agree to.
+
+        `leaves` are those of grad_fn's output, or what they are like; None for one that is reduced
+        elsewhere.
+        """
+        # The plan of a step has one Outputs for all windows of a structure, so no key has to be
+        # made. Where outputs may differ, as an aux may, and of any other function, each window has
+        # its own.
+        outputs, replicas = folding.outputs, self.replicas
+        for known in self.agreements:
+            if known.outputs is outputs:
+                return known
+        shapes = [_shape(outputs, index) for index in range(len(leaves))]
+        key = outputs.structure, outputs.dtypes, outputs.threads, shapes, [*map(spec_of, leaves)]
+        for known in self.agreements:
+            if known.key == key:
+                return known
+        wire = replicas.wire_dtype or "accumulated"
+        description = {"across": f"sent in buckets of {replicas.bucket_bytes} bytes as {wire}"}
+        likes = list[Any]()
+        for index, (path, leaf) in enumerate(zip(outputs.paths(), leaves, strict=True)):
+            like = None if outputs.folds[index] is None or leaf is None else _like(leaf, replicas)
+            likes.append(like)
+            description[path] = _description(outputs, index, shapes[index], like)
+        digest, (numbers, summed, gathered) = (
+            digest_of([*description.items()]),
+            _ways(folding, likes),
+        )
+        self.agreements.append(
+            Agreement(key, outputs, likes, description, digest, numbers, summed, gathered)
+        )
+        return self.agreements[-1]
+
+    def check_steps(self, reports: list[Report]) -> None:
+        """Raises FuncgaError, on all replicas, if they call different steps, or were given other
+        options.
+        """
+        digests = [report.step for report in reports]
+        self.differs = False
+        if len({*digests}) == 1 or digests == self.steps:
+            return
+        said = self.replicas.channel.all_gather((self.step, steps_made(), {**self.options}))
+        options = [given for *_, given in said]
+        self.differs = any(given != options[0] for given in options)
+        remedy = "With other options they send each other other messages: give every rank the same."
+        check_alike(options, "were given different options", remedy)
+        for (one, made, _), (other, made_there, _) in combinations(said, 2):
+            # A step that only one of two replicas has made is no mistake: each may have a loss of
+            # its own.
+            are_named = one and other and one != other and made.get(other.name, 0) > other.number
+            if are_named and made_there.get(one.name, 0) > one.number:
+                steps = [
+                    f"rank {rank} {step or 'another step'}" for rank, (step, *_) in enumerate(said)
+                ]
+                raise FuncgaError(
+                    f"the replicas call different steps at the same time: {'; '.join(steps[:8])}. "
+                    "What they fold would be added up all the same. Make and call the steps in one "
+                    "order on every rank, from a list rather than a set."
+                )
+        self.steps = digests
+
+    def agree(self, mine: Agreement | None, rebuild: Any, reports: list[Report]) -> Agreement:
+        """The Agreement of all replicas after these reports.
+
+        `mine` is what this replica proposes; None if it has nothing to fold, and then `rebuild`, a
+        Rebuild, makes it of what the others fold. Raises FuncgaError on every replica if two of
+        them fold different structures.
+        """
+        # All replicas see the same reports, so they take the same branches, and their collectives
+        # match. Usually the headers have said everything, and nothing more is sent. A digest of 0
+        # is that of a replica that has nothing to fold: it goes with any other.
+        digests = [report.digest for report in reports]
+        channel = self.replicas.channel
+        answer: Any = mine
+        is_new = 0 in digests and not all(report.agreed for report in reports if report.digest)
+        if is_new:
+            teller = digests.index(max(digests))
+            told = channel.broadcast_from(teller, _or_text(lambda: _pickled(mine)))
+            rebuilt = lambda: self.propose(*rebuild(pickle.loads(told)))
+            # A text if that one cannot tell, or this one cannot fold it: none is left waiting.
+            answer = told if isinstance(told, str) else mine or _or_text(rebuilt)
+        if is_new or len({*digests} - {0}) > 1:
+            said = channel.all_gather(getattr(answer, "description", answer))
+            problems = [each for each in said if isinstance(each, str)]
+            if problems:
+                raise FuncgaError(
+                    "a replica has nothing to fold in its first window, and cannot be told what "
+                    f"the others fold ({problems[0]}). Give every replica a micro-batch in the "
+                    "first window, later ones may have none; or return dicts, tuples and lists of "
+                    "arrays."
+                )
+            check_alike(
+                said,
+                "fold different structures",
+                "They are merged leaf by leaf: build the model, the batch and the fold alike on "
+                "every rank. On a mesh give every replica a micro-batch in its first window.",
+            )
+        known = {each.digest: each for each in self.agreements}
+        agreement: Agreement = answer or known[int(max(digests))]
+        agreement.is_agreed = True
+        return agreement
 
 
 class Histories(dict[dist.ProcessGroup, History]):
@@ -87,88 +189,18 @@ class Histories(dict[dist.ProcessGroup, History]):
     begun = 0  # windows of the call that runs; counted by each Reduction
 
 
-# --- what a replica proposes
-
-
-def propose(
-    history: History, folding: Folding, leaves: Sequence[Array], replicas: Replicas
-) -> Agreement:
-    """The Agreement on outputs that are folded so: one that there is, or one that the others have
-    yet to agree to.
-
-    `leaves` are those of grad_fn's output, or what they are like; None for one that is reduced
-    elsewhere.
+def _like(leaf: Array, replicas: Replicas) -> torch.Tensor:
+    """Zeros without memory like a leaf, where it lies. Raises FuncgaError if the replicas hold
+    different parts of it.
     """
-    # The plan of a step has one Outputs for all windows of a structure, so no key has to be made.
-    # Where outputs may differ, as an aux may, and of any other function, each window has its own.
-    outputs = folding.outputs
-    for known in history.agreements:
-        if known.outputs is outputs:
-            return known
-    shapes = [_shape(outputs, index) for index in range(len(leaves))]
-    specs = [*map(spec_of, leaves)]
-    key = outputs.structure, outputs.dtypes, outputs.threads, shapes, specs
-    for known in history.agreements:
-        if known.key == key:
-            return known
-    likes: list[Any] = [
-        None if fold is None or leaf is None else _like(leaf)
-        for fold, leaf in zip(outputs.folds, leaves, strict=True)
-    ]
-    _check_shards(likes, replicas)
-    sent = f"sent in buckets of {replicas.bucket_bytes} bytes as "
-    description = {"across": sent + str(replicas.wire_dtype or "accumulated")}
-    for index, (path, like) in enumerate(zip(outputs.paths(), likes, strict=True)):
-        description[path] = _description(outputs, index, like)
-    digest = digest_of([*description.items()])
-    # What travels in the header has no mark of an error, which has to be read before the exchanges
-    # that these take.
-    more = outputs.collected or outputs.threads or any(map(is_dtensor, likes))
-    reduced = {leaf: likes[leaf] for leaf in outputs.reduced if likes[leaf] is not None}
-    ways = _ways(folding, reduced, may_be_numbers=not more)
-    history.agreements.append(Agreement(key, outputs, likes, description, digest, *ways))
-    return history.agreements[-1]
-
-
-def _check_shards(likes: Sequence[Any], replicas: Replicas) -> None:
-    """Raises FuncgaError if replicas hold different parts of a DTensor."""
-    for like in likes:
-        ranks = [] if like is None else ranks_with_other_shards(like, replicas.ranks)
-        if ranks:  # which would be added to each other
-            raise FuncgaError(
-                f"across= names ranks {ranks}, which hold different parts of one DTensor, "
-                f"{list(like.placements)} on {like.device_mesh}: merging would add one part to "
-                "another. A DTensor is reduced over its own mesh without across=; name the axis of "
-                "the mesh that copies lie on: across=mesh['dp']."
-            )
-
-
-def _ways(
-    folding: Folding, likes: dict[int, Any], may_be_numbers: bool
-) -> tuple[list[int], list[int], list[int] | None]:
-    """(leaves that are summed, leaves that are gathered, the numbers in the header)."""
-    are_numbers = all(_is_number(folding, *item) for item in likes.items())
-    if may_be_numbers and are_numbers and len(likes) <= ROOM:
-        return [], [], [*likes]
-    reducers = {leaf: folding.folds[leaf].fold.reducer for leaf in likes}
-    gathered = {leaf for leaf in likes if reducers[leaf].monoid.collective != "sum"}
-    # In a dtype of their own few counts would be one collective more, where others are gathered.
-    if gathered:
-        few = [leaf for leaf, like in likes.items() if like.numel() <= _FEW]
-        gathered.update([leaf for leaf in few if reducers[leaf].unweighted])
-    # Complex numbers come first: a view of pairs has to begin at an even element.
-    order = lambda leaf: (not likes[leaf].dtype.is_complex, leaf)
-    return sorted({*likes} - gathered, key=order), sorted(gathered), None
-
-
-def _is_number(folding: Folding, leaf: int, like: torch.Tensor) -> bool:
-    """Whether a float64 in the header can be a leaf's sum."""
-    is_float = bool(folding.folds[leaf].accumulator_dtype.is_floating_point)
-    return like.is_cpu and like.ndim == 0 and folding.kinds[leaf] is not None and is_float
-
-
-def _like(leaf: Array) -> torch.Tensor:
-    """Zeros without memory like a leaf, where it lies."""
+    ranks = ranks_with_other_shards(leaf, replicas.ranks)
+    if ranks:  # which would be added to each other
+        raise FuncgaError(
+            f"across= names ranks {ranks}, which hold different parts of one DTensor, "
+            f"{list(leaf.placements)} on {leaf.device_mesh}: merging would add one part to "
+            "another. A DTensor is reduced over its own mesh without across=; name the axis of "
+            "the mesh that copies lie on: across=mesh['dp']."
+        )
     leaf = arrays.as_array(leaf)
     shard = local(leaf)
     zero = torch.zeros((), dtype=leaf.dtype, device=shard.device)
@@ -176,131 +208,44 @@ def _like(leaf: Array) -> torch.Tensor:
     return like
 
 
+def _ways(folding: Folding, likes: list[Any]) -> list[list[int]]:
+    """(numbers in the header, leaves that are summed, leaves that are gathered), of those that are
+    reduced here.
+    """
+    ways: list[list[int]] = [[], [], []]
+    numbers, summed, gathered = ways
+    for leaf, fold in folding.folds.items():
+        like, adds = likes[leaf], fold.fold.reducer.monoid.collective == "sum"
+        is_number = type(like) is torch.Tensor and like.is_cpu and like.ndim == 0
+        # A float64 holds a sum of floats.
+        is_float = folding.kinds[leaf] is not None and fold.accumulator_dtype.is_floating_point
+        if is_number and is_float and len(numbers) < ROOM:
+            numbers.append(leaf)
+        elif like is not None:
+            (summed if adds else gathered).append(leaf)
+    return ways
+
+
 def _shape(outputs: Outputs, leaf_index: int) -> list[int | str]:
     """The shape of a leaf, without the number of rows of one that is collected."""
-    fold = outputs.folds[leaf_index]
-    if fold is None:
-        return []
-    shape: list[int | str] = [*(outputs.shapes[leaf_index] or ())]
-    if fold.axis is not None:
+    fold, shape = outputs.folds[leaf_index], list[int | str](outputs.shapes[leaf_index] or ())
+    if fold is not None and fold.axis is not None:
         shape[fold.axis] = "rows"
     return shape
 
 
-def _description(outputs: Outputs, leaf_index: int, like: Any) -> str:
+def _description(outputs: Outputs, leaf_index: int, shape: list[int | str], like: Any) -> str:
     """A text for what must be the same on all replicas."""
     fold = outputs.folds[leaf_index]
     if fold is None:
         return "an object" if leaf_index in outputs.threads else "None"
     if like is None:
         return f"reduced by the module's wrapper ({fold.fold.name})"
-    shape = ", ".join(map(str, _shape(outputs, leaf_index)))
     dtypes = outputs.dtypes[leaf_index], fold.accumulator_dtype, fold.result_dtype
     dtype, accumulator, result = [str(dtype).removeprefix("torch.") for dtype in dtypes]
     summed = "" if dtype == accumulator == result else f" summed as {accumulator} to {result}"
     where = f" on a mesh, {like.placements}" if is_dtensor(like) else ""
-    return f"{dtype}[{shape}]{where}{summed} ({fold.fold.name})"
-
-
-# --- what all agree on
-
-
-def check_steps(history: History, memory: Memory, reports: list[Report], channel: Channel) -> None:
-    """Raises FuncgaError, on all replicas, if they call different steps, or were given other
-    options.
-    """
-    digests = [report.step for report in reports]
-    history.differs = False
-    if len({*digests}) == 1 or digests == history.steps:
-        return
-    said = channel.all_gather((memory.step, steps_made(), {**memory.options}))
-    options = [given for *_, given in said]
-    history.differs = any(given != options[0] for given in options)
-    remedy = "With other options they send each other other messages: give every rank the same."
-    check_alike(options, "were given different options", remedy)
-    # A step that only one of two replicas has made is no mistake: each may have a loss of its own.
-    for (here, made_here, _), (there, made_there, _) in combinations(said, 2):
-        if here is None or there is None or here == there:
-            continue
-        is_made_here = made_here.get(there.name, 0) > there.number
-        if is_made_here and made_there.get(here.name, 0) > here.number:
-            steps = [step for step, *_ in said[:8]]
-            spelled = [f"rank {rank} {step or 'another step'}" for rank, step in enumerate(steps)]
-            raise FuncgaError(
-                f"the replicas call different steps at the same time: {'; '.join(spelled)}. "
-                "What they fold would be added up all the same. Make and call the steps in one "
-                "order on every rank, from a list rather than a set."
-            )
-    history.steps = digests
-
-
-def agree(
-    history: History,
-    mine: Agreement | None,
-    rebuild: Rebuild | None,
-    reports: list[Report],
-    replicas: Replicas,
-) -> Agreement:
-    """The Agreement of all replicas after these reports.
-
-    `mine` is what this replica proposes; None if it has nothing to fold, and then `rebuild` makes
-    it of what the others fold. Raises FuncgaError on every replica if two of them fold different
-    structures.
-    """
-    # All replicas see the same reports, so they take the same branches, and their collectives
-    # match. Usually the headers have said everything, and nothing more is sent. A digest of 0 is
-    # that of a replica that has nothing to fold: it goes with any other.
-    digests = [report.digest for report in reports]
-    answer: Any = mine
-    is_new = 0 in digests and not all(report.agreed for report in reports if report.digest)
-    if is_new:
-        answer = _told(history, mine, rebuild, digests.index(max(digests)), replicas)
-    if is_new or len({*digests} - {0}) > 1:
-        said = replicas.channel.all_gather(getattr(answer, "description", answer))
-        problems = [each for each in said if isinstance(each, str)]
-        if problems:
-            raise FuncgaError(
-                "a replica has nothing to fold in its first window, and cannot be told what the "
-                f"others fold ({problems[0]}). Give every replica a micro-batch in the first "
-                "window, later ones may have none; or return dicts, tuples and lists of arrays."
-            )
-        check_alike(
-            said,
-            "fold different structures",
-            "They are merged leaf by leaf: build the model, the batch and the fold alike on every "
-            "rank. On a mesh give every replica a micro-batch in its first window.",
-        )
-    known = [each for each in history.agreements if each.digest == max(digests)]
-    agreement: Agreement = known[0] if answer is None else answer
-    agreement.is_agreed = True
-    return agreement
-
-
-def _told(
-    history: History,
-    mine: Agreement | None,
-    rebuild: Rebuild | None,
-    teller: int,
-    replicas: Replicas,
-) -> Any:
-    """What this replica folds; if that is nothing, what another one tells it to: a value without
-    memory, pickled. A text if it cannot tell, or cannot fold that: none is left waiting.
-    """
-    channel, told = replicas.channel, None
-    if mine is not None and channel.rank == teller:
-        told = _or_text(lambda: _pickled(mine))
-    told = channel.broadcast_from(teller, told)
-    if isinstance(told, str):
-        return told
-    if mine is not None:
-        return mine
-
-    def rebuilt() -> Agreement:
-        assert rebuild is not None
-        outputs, leaves = rebuild(pickle.loads(told))
-        return propose(history, Folding(outputs), leaves, replicas)
-
-    return _or_text(rebuilt)
+    return f"{dtype}[{', '.join(map(str, shape))}]{where}{summed} ({fold.fold.name})"
 
 
 def _or_text(make: Callable[[], Any]) -> Any:
@@ -311,8 +256,8 @@ def _or_text(make: Callable[[], Any]) -> Any:
         return f"{type(error).__name__}: {error}"
 
 
-def _pickled(mine: Agreement) -> bytes:
-    """The value that this replica folds, with arrays that have no place and no memory."""
+def _pickled(mine: Any) -> bytes:
+    """The value of an Agreement, with arrays that have no place and no memory."""
     likes = [
         like if like is None else torch.empty(like.shape, dtype=like.dtype, device="meta")
         for like in mine.likes

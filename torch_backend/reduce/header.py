@@ -1,7 +1,7 @@
 """The header of a window: what each replica says before its gradients are sent."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from funcga.errors import FuncgaError
@@ -24,7 +24,7 @@ class Report(NamedTuple):
     weight: float = 0.0
     unit: float = 0.0  # of the weighted sums; 0 if nothing was weighed
     rejected: float = 0  # micro-batches that are left out
-    numbers: tuple[float, ...] = ()  # sums that need no collective of their own, ROOM at most
+    numbers: Sequence[float] = ()  # sums that need no collective of their own, ROOM at most
 
 
 ROOM = 4
@@ -44,7 +44,7 @@ def exchange_reports(channel: Channel, mine: Report) -> Callable[[], list[Report
     """
     *counts, numbers = mine
     rows = channel.exchange([*counts, *numbers, *[0.0] * (ROOM - len(numbers))])
-    return lambda: [Report._make([*row[:-ROOM], tuple(row[-ROOM:])]) for row in rows()]
+    return lambda: [Report._make([*row[:-ROOM], row[-ROOM:]]) for row in rows()]
 
 
 def check_in_step(reports: list[Report]) -> None:

@@ -15,7 +15,7 @@ from funcga._types import GradFn, LossFn, P, R
 from funcga.errors import FuncgaError
 from torch_backend import _private
 from torch_backend.modules.checks import wrapper_kind_of
-from torch_backend.wrapped.ddp import Wrapper, no_outer_mesh
+from torch_backend.wrapped.ddp import Wrapper
 from torch_backend.wrapped.gradient import ModuleGradient
 from torch_backend.wrapped.window import WrappedGradient
 
@@ -105,14 +105,12 @@ def module_value_and_grad(
             'do so in every micro-batch, or sync="outer", for a mesh of two dimensions.'
         )
     wrapper = wrapper_of(module, sync)
-    if wrapper is None:
-        if sync == "outer":
-            raise no_outer_mesh("a module that is not wrapped")
-        return ModuleGradient(module, loss_fn, has_aux, scaled)
     # These checks read most of the private attributes that a window needs. If this version of torch
     # lacks one, the error comes here, and not in the middle of a window.
     try:
         wrapper.check()
+        if not wrapper.wrapped:
+            return ModuleGradient(module, loss_fn, has_aux, scaled)
         check_covered(module, wrapper)
     except AttributeError as error:
         raise FuncgaError(
@@ -124,8 +122,8 @@ def module_value_and_grad(
     return WrappedGradient(module, loss_fn, has_aux, scaled, wrapper)
 
 
-def wrapper_of(module: nn.Module, sync: str) -> Wrapper | None:
-    """What knows how the module is wrapped; None if nothing wraps it."""
+def wrapper_of(module: nn.Module, sync: str) -> Wrapper:
+    """What knows how the module is wrapped, if anything wraps it."""
     wrapped = [*_outermost(module)]
     kinds = {kind.name: kind for part in wrapped if (kind := wrapper_kind_of(part)) is not None}
     if len(kinds) > 1:
@@ -138,7 +136,7 @@ def wrapper_of(module: nn.Module, sync: str) -> Wrapper | None:
         file, class_name = kind.wrapper.split(":")
         wrapper: Wrapper = vars(import_module(file))[class_name](wrapped, kind.name, sync)
         return wrapper
-    return None
+    return Wrapper(wrapped, "a module that is not wrapped", sync)
 
 
 def _outermost(module: nn.Module) -> Iterator[nn.Module]:

@@ -37,14 +37,14 @@ class Wrapper:
     `name`: what wraps. `wrapped`: the outermost modules that it wraps. `fresh`: whether the
     gradients lie in memory that nobody else will write to. `in_step`: whether all replicas need
     equally many micro-batches, even if all but the last wait. `kind`: its row of the table of what
-    is supported. `knows_outer`: whether sync="outer" is for it. `searches`: whether unused
+    is supported. `searches`: whether unused
     parameters are marked ready before the backward pass begins, as with
     find_unused_parameters=True. `begins_with_buffers`: whether the first forward pass of a window
     may broadcast buffers. `remedy`: what to do where sums in 16 bits are refused. `sync`: when it
     reduces, as module_value_and_grad says.
     """
 
-    fresh = in_step = knows_outer = searches = begins_with_buffers = False
+    fresh = in_step = searches = begins_with_buffers = False
     kind = supported.WRAPPED
     remedy = "Keep parameters in float32, and let the module compute under torch.autocast."
 
@@ -55,6 +55,11 @@ class Wrapper:
     def meets_in_every_pass(self) -> bool:
         """Whether every pass of a window communicates, so that all replicas need equally many."""
         return self.in_step or self.sync != "last"
+
+    @property
+    def has_outer(self) -> bool:
+        """Whether sync="outer" is for it."""
+        return False
 
     def covered(self) -> set[int]:
         """The ids of the parameters whose gradients it reduces."""
@@ -79,16 +84,18 @@ class Wrapper:
                 f"ranks {first} and {other}, so there is no one set of replicas to weigh "
                 f"micro-batches over. Give every part the same process group or mesh; {LET_FUNCGA}."
             )
-        if self.sync == "outer" and not (self.knows_outer and len(self.groups[0]) == 2):
-            raise no_outer_mesh(self.name)
+        if self.sync == "outer" and not self.has_outer:
+            raise FuncgaError(
+                f'sync="outer" was asked of {self.name}, which has no outer mesh to all-reduce '
+                "over. It is for fully_shard with a mesh of two dimensions (HSDP). Write "
+                'sync="last", to synchronise once, or sync="every".'
+            )
 
-    def replicas(self, across: Across) -> InTurn:
+    def replicas(self, across: Across) -> Across:
         """What a window is merged over, the inner group first. Raises FuncgaError if `across=`
         names anything else than what wraps the module.
         """
-        if not self.wrapped:
-            return InTurn([] if across is None else [replicas_of(across)])
-        if across is not None:
+        if self.wrapped and across is not None:
             named = replicas_of(across).ranks
             # On a mesh of two dimensions a process sees its own row and its own column.
             ranks = sorted({rank for group in self.in_turn for rank in group.ranks})
@@ -98,7 +105,7 @@ class Wrapper:
                     f"{self.name}, which reduces over the ranks {ranks}. Leave across= out: the "
                     "wrapper knows its replicas."
                 )
-        return self.in_turn
+        return self.in_turn if self.wrapped else across
 
     @cached_property
     def in_turn(self) -> InTurn:
@@ -124,7 +131,7 @@ class Wrapper:
         return param.dtype
 
     def flags(self, syncs: bool) -> Flags:
-        """What says whether passes synchronise, and the values for that."""
+        """What says whether passes synchronise, forward and backward, and the values for that."""
         return []
 
     def window(self) -> AbstractContextManager[None]:
@@ -132,12 +139,6 @@ class Wrapper:
         and the user's own sums are put aside.
         """
         return assigned(self.flags(True))
-
-    def waiting(self) -> AbstractContextManager[None]:
-        """The context of micro-batches that do not synchronise: of forward and backward passes; of
-        the last forward pass, too, if all passes meet.
-        """
-        return assigned(self.flags(False))
 
     def synchronising(self) -> AbstractContextManager[None]:
         """The context of the last backward pass. Raises FuncgaError if that pass leaves out what
@@ -147,15 +148,6 @@ class Wrapper:
 
     def recover(self) -> None:
         """Forgets a window that an exception has ended."""
-
-
-def no_outer_mesh(what: str) -> FuncgaError:
-    """The error for a module without an outer dimension of a mesh to all-reduce over."""
-    return FuncgaError(
-        f'sync="outer" was asked of {what}, which has no outer mesh to all-reduce over. It is for '
-        'fully_shard with a mesh of two dimensions (HSDP). Write sync="last", to synchronise once, '
-        'or sync="every".'
-    )
 
 
 class DDP(Wrapper):
@@ -185,13 +177,12 @@ class DDP(Wrapper):
         self.begins_with_buffers = any(
             ddp.broadcast_buffers and [*ddp.module.buffers()] for ddp in self.wrapped
         )
-        for ddp in self.wrapped:
-            if ddp.mixed_precision is not None:
-                raise FuncgaError(
-                    "the module is wrapped by DistributedDataParallel with mixed_precision=, whose "
-                    "gradients of several micro-batches would be summed in 16 bits. Leave it out, "
-                    "and use torch.autocast in loss_fn."
-                )
+        if any(ddp.mixed_precision for ddp in self.wrapped):
+            raise FuncgaError(
+                "the module is wrapped by DistributedDataParallel with mixed_precision=, whose "
+                "gradients of several micro-batches would be summed in 16 bits. Leave it out, and "
+                "use torch.autocast in loss_fn."
+            )
 
     @cached_property
     def groups(self) -> list[list[dist.ProcessGroup]]:

@@ -20,7 +20,7 @@ class FSDP2(Wrapper):
     each pass makes.
     """
 
-    fresh = in_step = knows_outer = True
+    fresh = in_step = True
     remedy = (
         "Say that it sums in float32: fully_shard(module, "
         "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))."
@@ -49,8 +49,12 @@ class FSDP2(Wrapper):
         other tensors then.
         """
         for part in self.parts:
-            if not all(map(_private.is_sharded, _private.param_groups(part))):
-                part.reshard()
+            part.reshard()
+
+    @property
+    def has_outer(self) -> bool:
+        """Whether the mesh has two dimensions."""
+        return len(self.groups[0]) == 2
 
     def leaves(self) -> dict[int, torch.Tensor]:
         """The unsharded parameters, which are made at the first forward pass."""
@@ -71,10 +75,8 @@ class FSDP2(Wrapper):
         """
         if self.sync == "every":
             return param.dtype
-        group = next(
-            g for g in self.param_groups if any(p is param for p in _private.sharded_params(g))
-        )
-        return _private.dtype_of_sums(group, param) or param.dtype
+        dtypes = [_private.dtype_of_sums(group, param) for group in self.param_groups]
+        return next(filter(None, dtypes), param.dtype)
 
     def flags(self, syncs: bool) -> Flags:
         """Those of set_requires_gradient_sync, set_requires_all_reduce, set_is_last_backward."""

@@ -10,10 +10,9 @@ weight that all replicas have folded together gives the weighted mean, however u
 are.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Self
 
 import torch
@@ -27,18 +26,16 @@ from funcga._types import Across, Array, Scalar, Tree
 from funcga.errors import FuncgaError
 from funcga.folds import mean
 from torch_backend import _private, arrays, trees
-from torch_backend.engine.alone import value_of
 from torch_backend.engine.distributed import with_a_blank_row
 from torch_backend.engine.guards.grads import gradients_aside
 from torch_backend.engine.leaves import OWN
 from torch_backend.engine.window import Window
 from torch_backend.modules.layers import buffers_of, put_back
-from torch_backend.reduce import Reduction
+from torch_backend.reduce import Reduction, reductions_of
 from torch_backend.reduce.header import nothing_to_fold
-from torch_backend.reduce.telling import telling
 from torch_backend.replicas import explained
 from torch_backend.sums import Sums
-from torch_backend.wrapped.ddp import Wrapper
+from torch_backend.wrapped.ddp import Wrapper, assigned
 from torch_backend.wrapped.gradient import ModuleGradient, rows_in
 
 
@@ -63,14 +60,11 @@ class WrappedGradient(ModuleGradient):
         self.wrapper.reshard()
 
     def _alone(self, backend: Backend, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> Tree:
-        memory = self.memory_alone
-        make = partial(self.window, Program(self, mean(), memory=memory), backend)
-        begin = partial(make, Arguments((), self, backend), None)
-        with telling([(memory, begin)]):
-            own = self.own_in(memory)
-            # It weighs its rows. Here are no in_axes, so the first tensor tells how many there are.
-            rows = rows_in(args) or [1]
-            return value_of(self.parts, backend, args, kwargs, False, own, make, rows[0])
+        # It weighs its rows. Here are no in_axes, so the first tensor tells how many there are.
+        rows, whole = rows_in(args) or [1], (None,) * len(args)
+        program = Program(self, mean(), lambda: rows[0], whole, memory=self.memory_alone)
+        with program.telling():
+            return backend.loop.stream(program, backend)((), iter([args]), kwargs)
 
     def window(self, program: Program, *others: Any) -> Window:
         """One window of a program with this gradient function, as a Window is made of it."""
@@ -82,8 +76,7 @@ class WrappedGradient(ModuleGradient):
 
     def reductions(self, program: Program) -> list[Reduction]:
         """What merges a window over the replicas, one after the other."""
-        in_turn = self.wrapper.replicas(program.across)
-        return [Reduction(program.memory, replicas) for replicas in in_turn]
+        return reductions_of(self.merged_over(program.across), program.memory)
 
 
 class WrappedWindow(Window):
@@ -100,9 +93,6 @@ class WrappedWindow(Window):
     may_communicate = True
     is_weighted = False  # whether the fold weighs gradients; set with the first loss
     seed = 0.0  # the cotangent of the present pass; set before it
-    # The loss and the cotangent of a backward pass that has yet to run; set for each micro-batch.
-    due: tuple[torch.Tensor, float] | None = None
-    is_ending = False  # whether the present pass is the last that this replica needs
     is_last = False  # whether no replica has another; set before the backward pass
 
     def __init__(self, owner: WrappedGradient, program: Program, *others: Any):
@@ -111,7 +101,6 @@ class WrappedWindow(Window):
         super().__init__(program, owner.parts, *others)
         self.program: Program = program
         self.owner, self.wrapper, self.module = owner, owner.wrapper, owner.module
-        self.gradient.reached.add(True)  # `backward` asks it of each loss
         # Whether what is beside the gradients is added after the backward pass, which tells what
         # that is.
         self.adds_late = program.skip is not None or program.watch is not None
@@ -127,12 +116,11 @@ class WrappedWindow(Window):
             stack.enter_context(self.wrapper.window())
             super().__enter__()
             self.watch = None  # FSDP has other parameters in a module than the leaves
-            self.outside = partial(self._synchronised, self.outside)
             stack.enter_context(gradients_aside(self.wrapper.leaves().values()))
             # Until the last micro-batch is known to be the last, no pass synchronises.
             self.waiting = stack.enter_context(ExitStack())
             if self.wrapper.sync != "every":
-                self.waiting.enter_context(self.wrapper.waiting())
+                self.waiting.enter_context(assigned(self.wrapper.flags(False)))
             if self.program.skip is not None:
                 tool = self.program.skip.in_torch
                 self.before = tool.snapshot(self.module, self.arguments.state)
@@ -151,9 +139,6 @@ class WrappedWindow(Window):
         """The leaves that gradients come to, in the order of the inputs."""
         computed_with = self.wrapper.leaves()
         return [computed_with.get(id(p), p) for p in self.inputs]
-
-    def _count_writes(self, moving: Sequence[torch.Tensor] = ()) -> int:
-        return 0  # wrappers write to gradients in forward passes, too
 
     def _bind(self, loss: torch.Tensor, aux: Tree) -> Sums:
         """Makes room for the output, with the first loss. Raises FuncgaError for what cannot be
@@ -174,13 +159,16 @@ class WrappedWindow(Window):
 
     def _check(self, folds: Sequence[Any]) -> None:
         """Raises FuncgaError if the folds of the gradients are not sums as they are added here."""
-        if not all(fold is not None and fold.fold.reducer.additive for fold in folds):
+        reducers = [fold.fold.reducer for fold in folds]
+        if not all(r.additive for r in reducers) or len({r.linear for r in reducers}) > 1:
             raise FuncgaError(
-                "the gradients' fold is no sum, and a module's own gradients are only added, in "
-                "the backward pass. Fold them with funcga.mean(), per_weight() or sum(), and only "
-                "the value otherwise: fold=(funcga.max(), funcga.mean()). For any other fold of "
-                "gradients use funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn)), "
-                "with the module not wrapped."
+                "the gradients' fold is no sum, or some are weighed, as by funcga.mean(), and "
+                "others are not, as by funcga.sum(): a module's own gradients are only added, in "
+                "one backward pass with one weight. Fold all of them with funcga.mean(), "
+                "per_weight() or sum(), and only the value otherwise: fold=(funcga.max(), "
+                "funcga.mean()). For any other fold of gradients use "
+                "funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn)), with the module "
+                "not wrapped."
             )
         # A gradient function that is called by itself has one micro-batch: nothing is summed.
         is_alone = self.program.memory is self.owner.memory_alone
@@ -193,20 +181,14 @@ class WrappedWindow(Window):
                     f"micro-batches, and the fold promises {wide}. {self.wrapper.remedy} Or "
                     f"say that {narrow} is meant: funcga.mean(dtype={narrow!r})."
                 )
-        if len({fold.fold.reducer.linear for fold in folds}) > 1:
-            raise FuncgaError(
-                "some gradients are weighed, as by funcga.mean(), and others are not, as by "
-                "funcga.sum(): a module's own gradients come from one backward pass with one "
-                "weight. Give all of them one of the two."
-            )
 
     def beside(self, loss: torch.Tensor, aux: Tree) -> list[Array]:
         """The leaves of what grad_fn returns, None for the gradients, which are where autograd
         adds them.
         """
-        assert self.sums is not None
-        values, outputs = self._rest(loss, aux, ()), self.sums.folding.outputs
-        return [values.get(index) for index in range(len(outputs.folds))]
+        sums: Any = self.sums
+        values = self._rest(loss, aux, ())
+        return [values.get(index) for index in range(len(sums.folding.outputs.folds))]
 
     # --- micro-batches
 
@@ -214,26 +196,59 @@ class WrappedWindow(Window):
         self, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: Scalar, last: bool = False
     ) -> None:
         """Folds one micro-batch in: the loss forwards, and backwards into the sums."""
-        self._begin_pass(last)
-        # A cotangent of 0 times a NaN is NaN, so a micro-batch that weighs nothing is masked.
-        with nullcontext() if weight else self.masked():
-            super().fold(args, kwargs, weight)
-            if self.due is not None:
-                self.backward(*self.due)
-                self.due = None
+        self._run_pass(args, kwargs, weight, last)
         if last:
             self._fill_up(args, kwargs)
 
-    def _begin_pass(self, is_ending: bool) -> None:
-        """Meets the others where the forward pass communicates, and the user's code has run."""
-        self.is_ending, is_first = is_ending, self.sums is None
-        # Between two micro-batches of a stream code of the user's has run.
-        if (self.meets and (is_first or self.is_stream)) or (
-            is_first and self.wrapper.begins_with_buffers
-        ):
+    def _run_pass(
+        self,
+        args: tuple[Tree, ...],
+        kwargs: dict[str, Tree],
+        weight: Scalar | None,
+        is_ending: bool,
+    ) -> None:
+        """Runs a micro-batch; one of weight None only lets the others run theirs. `is_ending`:
+        whether this replica has no other.
+        """
+        # The replicas meet where the forward pass communicates, and the user's code has run, as it
+        # does between two micro-batches of a stream.
+        communicates = self.meets or (self.sums is None and self.wrapper.begins_with_buffers)
+        if communicates and (self.sums is None or self.is_stream):
             self._meet(False)
         if is_ending and not self.meets:
             self.waiting.close()
+        # A cotangent of 0 times a NaN is NaN, so a micro-batch that weighs nothing is masked.
+        with nullcontext() if weight else self.masked():
+            loss, aux, objective = self.forward(args, kwargs)
+            if self.sums is None:
+                self.sums = self._bind(loss, aux)
+            self.seed = 0.0 if weight is None else self.seed_of(weight)
+            if not arrays.represents_exactly(objective.dtype, self.seed):
+                raise FuncgaError(
+                    f"the loss is {arrays.describe(loss)}, which may not hold the weight "
+                    f"{self.seed:g}. Return a loss in float32, computed from outputs in float32: "
+                    "F.cross_entropy(module(x).float(), y)."
+                )
+            if self.adds_late:
+                self._backward(objective, is_ending)
+            if weight is not None:
+                self._add(loss, aux, weight)
+            # Usually the loss is in the sums first, because before the last pass the replicas tell
+            # each other what they have folded.
+            if not self.adds_late:
+                self._backward(objective, is_ending)
+
+    def _add(self, loss: torch.Tensor, aux: Tree, weight: Scalar) -> None:
+        """Adds what stands beside the gradients of a micro-batch, and counts it."""
+        sums: Any = self.sums
+        index = sums.folding.loss_alone
+        if index is not None and loss.dtype is self.plan.loss_dtype and not self.adds_late:
+            sums.add_loss(loss, index, weight, sums.share(weight))
+            return
+        values = self._rest(loss, aux, ())
+        if self.watching is not None:
+            values.update(self.watching.measures(values, weight, self.seed))
+        sums.add(values, weight)
 
     def _meet(self, last: bool) -> bool:
         """Waits for the other replicas; whether this is the last pass of all. FuncgaError if one
@@ -243,69 +258,38 @@ class WrappedWindow(Window):
             last = merge.meet(last)
         return last
 
-    def _add_gradients(
-        self, loss: torch.Tensor, weight: float, share: float, moving: Sequence[torch.Tensor]
-    ) -> float:
-        """Lets a backward pass run: usually when the loss is in the sums, because before the last
-        one the replicas tell each other what they have folded.
-        """
-        seed = self.seed_of(weight)
-        if not arrays.represents_exactly(loss.dtype, seed):
-            raise FuncgaError(
-                f"the loss is {arrays.describe(loss.detach())}, which may not hold the weight "
-                f"{seed:g}. Return a loss in float32, computed from outputs in float32: "
-                "F.cross_entropy(module(x).float(), y)."
-            )
-        self.due = loss, seed
-        if self.adds_late:
-            self.backward(*self.due)
-            self.due = None
-        return seed
-
-    def seed_of(self, weight: float) -> float:
+    def seed_of(self, weight: Scalar) -> float:
         """The cotangent of a loss. Sums that have no unit are to be sums over the replicas."""
-        assert self.sums is not None
+        sums: Any = self.sums
         seed = float(weight) if self.is_weighted else 1.0
-        return seed if self.sums.folding.are_weighted else seed * self.wrapper.scale
+        return seed if sums.folding.are_weighted else seed * self.wrapper.scale
 
-    def backward(
-        self, loss: torch.Tensor, seed: float, moving: Sequence[torch.Tensor] = ()
-    ) -> None:
-        """The backward pass of a loss, from this cotangent. Others' `.grad`s stay."""
+    def _backward(self, loss: torch.Tensor, is_ending: bool) -> None:
+        """The backward pass of a loss. Others' `.grad`s stay.
+
+        The replicas meet before it, and before the last one of all tell each other what is folded,
+        as far as it is known. From there on a replica that has failed could not be told from one
+        that is slow.
+        """
         if not loss.requires_grad:
             raise FuncgaError(
                 "the loss does not depend on any parameter, so there is no backward pass for "
                 f"{self.wrapper.name} to synchronise in. Return a loss that is computed from "
                 "module(x), 0 times that if need be."
             )
+        if is_ending or self.meets:
+            in_one = not (self.adds_late or self.merges[1:])
+            self.is_last = self.merges[0].agree(is_ending) if in_one else self._meet(is_ending)
+            if self.is_last and not self.adds_late:
+                self.merges[0].agree()
+        if self.is_last:
+            self.waiting.close()
+            self.may_fuse = False  # what is reduced in this pass is to see each gradient
         # The graph ends in these, and no pass is restricted to them: FSDP has hooks elsewhere.
         replaced = [leaf for leaf in self.wrapper.leaves().values() if leaf.requires_grad]
-        self.seed, self.runs_whole = seed, bool(replaced)
-        super().backward(loss, seed, replaced)
-
-    @contextmanager
-    def _synchronised(
-        self, outside: Callable[[], AbstractContextManager[object]]
-    ) -> Iterator[None]:
-        """The context of a backward pass. The replicas meet before it, and before the last one of
-        all tell each other what is folded, as far as it is known.
-
-        From there on a replica that has failed could not be told from one that is slow.
-        """
-        if self.is_ending or self.meets:
-            if self.adds_late or self.merges[1:]:
-                self.is_last = self._meet(self.is_ending)
-                if self.is_last and not self.adds_late:
-                    self.merges[0].agree()
-            else:
-                self.is_last = self.merges[0].agree(self.is_ending)
-        with ExitStack() as stack:
-            if self.is_last:
-                self.waiting.close()
-                stack.enter_context(self.wrapper.synchronising())
-                self.may_fuse = False  # what is reduced in this pass is to see each gradient
-            stack.enter_context(outside())
-            yield
+        self.runs_whole = bool(replaced)
+        with self.wrapper.synchronising() if self.is_last else nullcontext():
+            self.backward(loss, self.seed, replaced)
 
     @contextmanager
     def masked(self) -> Iterator[None]:
@@ -330,8 +314,8 @@ class WrappedWindow(Window):
                     hooks[id(tensor)] = tensor, tensor.register_hook(mask)
 
         watch(self.module, (), ())  # those that are there already
-        modules = self.module, *self.module.children(), *self.wrapper.wrapped
-        handles = [module.register_forward_hook(watch) for module in dict.fromkeys(modules)]
+        modules = self.wrapper.wrapped or self.module.children()
+        handles = [module.register_forward_hook(watch) for module in modules]
         try:
             yield
         finally:
@@ -354,16 +338,10 @@ class WrappedWindow(Window):
                     "SyncBatchNorm layer: rows that stand in for the missing ones would count in "
                     "the statistics of all replicas. Give every replica equally many micro-batches."
                 )
-            # The rows only stand in for others, so running statistics, for instance, must not see
+            # The rows only stand in for others: running statistics, for instance, must not see
             # them.
             before = buffers_of(self.module)
-            self._begin_pass(True)
-            with self.masked():
-                loss, aux, objective = self.forward(args, kwargs)
-                self.sums = self.sums or self._bind(loss, aux)
-                self.backward(objective, 0.0)
-            if self.watching is not None:
-                self.watching.forget()
+            self._run_pass(args, kwargs, None, True)
             put_back(before)
 
     def result_without_microbatches(

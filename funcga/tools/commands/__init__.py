@@ -4,7 +4,6 @@ options, which `__main__` reads.
 It stands on the tools of these names; nothing stands on it.
 """
 
-import inspect
 import os
 import runpy
 import sys
@@ -13,7 +12,6 @@ from argparse import Namespace
 from dataclasses import asdict
 from pathlib import Path
 
-from funcga import folds
 from funcga._types import Tree
 from funcga.errors import FuncgaError
 from funcga.tools.doctor import watch
@@ -22,14 +20,9 @@ from funcga.tools.parity.problems import PROBLEMS, chosen
 from funcga.tools.parity.run import Run
 from funcga.tools.parity.sides import Side
 from funcga.tools.plan import plan
-from funcga.tools.reports.commands import (
-    Loaded,
-    check_installed,
-    load_object,
-    versions,
-)
-from funcga.tools.reports.tables import json_text, save
-from funcga.tools.verify import Verdict, job_of, verify
+from funcga.tools.reports.commands import Loaded, load_object, versions
+from funcga.tools.reports.tables import json_text
+from funcga.tools.verify import job_of, verify
 
 
 def run_parity(options: Namespace) -> int:
@@ -41,8 +34,8 @@ def run_parity(options: Namespace) -> int:
     Raises:
         FuncgaError: If parts of a problem do not fit.
     """
-    if options.plot or options.html:
-        check_installed("matplotlib")
+    if options.html:  # before anything is computed, as it may not be installed
+        from funcga.tools.parity.page import page
     how = options.dtype, options.n, options.updates, options.device
     installed = ", ".join(f"{name} {version}" for name, version in versions().items())
     print(f"funcga parity: {installed}")
@@ -52,13 +45,8 @@ def run_parity(options: Namespace) -> int:
         print(f"\n{report.as_text(run)}")
     print(f"\n{report.conclusion(every)}")
     _write_json(options, report.as_json(every))
-    if options.html or options.plot:
-        from funcga.tools.parity.page import page, picture
-
-        if options.html:
-            options.html.write_text(page(every), encoding="utf-8")
-        if options.plot:
-            save(picture(every), "--plot", options.plot)
+    if options.html:
+        options.html.write_text(page(every), encoding="utf-8")
     return 0 if all(run.ok for run in every) else 1
 
 
@@ -69,46 +57,21 @@ def run_verify(options: Namespace) -> int:
         The exit code: 0 if accumulation is exact, 1 if not.
     """
     # A Problem has its losses, arguments and fold; those of a gradient function are in its file.
-    where = options.grad_fn
-    loaded = load_object(where, "grad_fn = funcga.value_and_grad(loss_fn)")
+    loaded = load_object(options.grad_fn, "grad_fn = funcga.value_and_grad(loss_fn)")
     if isinstance(loaded.value, Problem):
-        for name in ("args", "fold", "weight"):
-            if vars(options)[name]:
-                raise FuncgaError(
-                    f"--{name} is for a gradient function, and {where} is a funcga.checks.Problem, "
-                    "which has its own: leave it out."
-                )
         # In float64, where rounding hides nothing.
         sides = [Side(loaded.value, framework, "float64") for framework in loaded.value.losses]
-        verdicts = {side.label: side.verified(options.n, options.seed) for side in sides}
+        verdicts = {side.label: side.verified(options.n) for side in sides}
     else:
-        verdicts = {loaded.name: _of_function(loaded, options)}
+        variables, args = vars(loaded.module), _arguments(loaded, options.args)
+        # A step of coupled brings them.
+        names = () if job_of(loaded.value) else ("fold", "weight", "in_axes", "totals")
+        chosen: dict[str, Tree] = {name: variables[name] for name in names if name in variables}
+        verdicts = {loaded.name: verify(loaded.value, *args, n=options.n, **chosen)}
     for name, verdict in verdicts.items():
         print(f"{name}: {verdict}")
     _write_json(options, {name: verdict.as_dict() for name, verdict in verdicts.items()})
     return 0 if all(verdict.ok for verdict in verdicts.values()) else 1
-
-
-def _of_function(loaded: Loaded, options: Namespace) -> Verdict:
-    """The Verdict of a gradient function with the arguments that its file has."""
-    if not callable(loaded.value):
-        raise FuncgaError(
-            f"{options.grad_fn} is of type {type(loaded.value).__name__}. Give a gradient "
-            "function, such as grad_fn = funcga.value_and_grad(loss_fn), or a "
-            "funcga.checks.Problem."
-        )
-    variables, args = vars(loaded.module), _arguments(loaded, options.args or "args")
-    # A step of coupled brings them.
-    names = {"fold", "weight", "in_axes"} if job_of(loaded.value) is None else set()
-    if names and "totals" in inspect.signature(loaded.value).parameters:
-        names.add("totals")
-    chosen: dict[str, Tree] = {name: variables[name] for name in names & variables.keys()}
-    # What the command line says goes before what the file says.
-    if options.fold is not None:
-        chosen["fold"] = vars(folds)[options.fold]()
-    if options.weight is not None:
-        chosen["weight"] = getattr(loaded.module, options.weight)
-    return verify(loaded.value, *args, n=options.n, seed=options.seed, **chosen)
 
 
 def _arguments(loaded: Loaded, name: str) -> tuple[Tree, ...]:
@@ -142,11 +105,8 @@ def run_doctor(options: Namespace) -> int:
     Returns:
         The exit code: 0 if the loop is exact, 1 if not, 2 if that cannot be told.
     """
-    script = Path(options.script)
-    if not script.is_file():
-        raise FuncgaError(f"there is no file {script}. Write the script, then its own arguments.")
     sys.argv = [options.script, *options.arguments]
-    sys.path.insert(0, str(script.parent.resolve()))
+    sys.path.insert(0, str(Path(options.script).parent.resolve()))
     across = "world" if options.across else None
     with watch(across=across, steps=options.steps) as watched:
         try:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from funcga._types import Tree
-from funcga.errors import FuncgaError, needs_numpy
+from funcga.errors import needs_numpy
 from funcga.tools.trees.rules import Rule, pairs, permuted
 
 if TYPE_CHECKING:
@@ -46,7 +46,8 @@ def compare(
         rtol: A limit for all leaves, instead of that of their dtypes.
         atol: An absolute tolerance, added to the limit. A gradient that is 0 except for rounding,
             such as that of a bias before a normalisation, needs one.
-        reduction: The number of terms in the longest sum that the values come from. Default: 256.
+        reduction: The number of terms in the longest sum that the values come from, without rtol.
+            Default: 256.
         rules: Rename and transpose the leaves of left, see `funcga.trees`.
         names: The names of the two trees in the report.
         check_dtype: Whether leaves of different dtypes are not close; if False, only values count.
@@ -56,7 +57,7 @@ def compare(
         close; `report.rows`, `.worst`, `.as_dict()` and `.plot("report.png")` how they differ.
 
     Raises:
-        FuncgaError: If a tree has a leaf that cannot be compared, or an argument is invalid.
+        FuncgaError: If a tree has a leaf that cannot be compared.
 
     Example:
         >>> report = funcga.compare({"w": torch.ones(3)}, {"w": jnp.ones(3)})
@@ -64,11 +65,6 @@ def compare(
         True
         >>> report.assert_close()
     """
-    if rtol is not None and reduction is not None:
-        raise FuncgaError(
-            f"rtol={rtol!r} and reduction={reduction!r} are two limits: reduction= is there to "
-            "find one. Give one of them."
-        )
     # NumPy is not needed to install funcga, so only what compares imports it.
     with needs_numpy("funcga.compare"):
         from funcga.tools.compare.report import Report

@@ -6,14 +6,13 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from os import PathLike
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
+
+import numpy as np
 
 from funcga.tools.compare import tolerances
 from funcga.tools.compare.row import Row, Shape
 from funcga.tools.reports.tables import json_text, new_figure, save, text_table
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 _SHOWN = 8
 T = TypeVar("T")
@@ -64,9 +63,8 @@ class Report:
     @property
     def most(self) -> float:
         """The largest relative difference; NaN if there is one, and 0 without leaves."""
-        # `max` would lose a NaN, since no comparison with one is true.
-        relatives = [row.relative for row in self.rows]
-        return math.nan if any(map(math.isnan, relatives)) else max(relatives, default=0.0)
+        # Python's max would lose a NaN, since no comparison with one is true.
+        return float(np.max([row.relative for row in self.rows], initial=0.0))
 
     @property
     def verdict(self) -> str:
@@ -151,7 +149,22 @@ class Report:
         axes = figure.add_subplot(
             xlabel=f"largest |{left} - {right}| / largest |{right}| of the leaf", ylabel="leaf"
         )
-        _draw(axes, self.rows)
+        # The leaves from top to bottom, those that are not close in red. A logarithmic axis has no
+        # 0 and no infinity: zeros are at its left end, what is not finite at the right one.
+        sizes = [size for row in self.rows for size in (row.relative, row.allowed)]
+        shown = [size for size in sizes if 0 < size < math.inf]
+        low, high = min(shown, default=1e-8) / 10, max(shown, default=0.1) * 10
+        bottom = max(len(self.rows), 1) - 0.5
+        axes.set(xscale="log", xlim=(low / 3, high * 3), ylim=(bottom, -0.5))
+        paths = [row.path or "(the array)" for row in self.rows]
+        axes.set_yticks(range(len(paths)), paths, fontsize="small")
+        axes.grid(alpha=0.3)
+        for line, row in enumerate(self.rows):
+            place = max(row.relative, low) if math.isfinite(row.relative) else high
+            color = "tab:blue" if row.ok else "tab:red"
+            axes.plot(place, line, "o" if row.ok else "X", color=color)
+            if 0 < row.allowed < math.inf:
+                axes.plot(row.allowed, line, marker=4, markersize=9, color="k")
         axes.set_title(f"{self.verdict}\n{self.tolerance}", fontsize="small", loc="left", wrap=True)
         save(figure, "report.plot", file)
 
@@ -218,21 +231,3 @@ def _summary(row: Row, names: tuple[str, str]) -> str:
         "missing": f"is missing in {names[0]}",
         "extra": f"is in {names[0]} alone",
     }[row.status]
-
-
-def _draw(axes: "Axes", rows: Sequence[Row]) -> None:
-    """Draws the leaves from top to bottom, those that are not close in red; zeros are at the left
-    edge, differences that are not finite at the right one.
-    """
-    # A logarithmic axis has no 0 and no infinity: both are drawn at its ends.
-    sizes = [size for row in rows for size in (row.relative, row.allowed) if 0 < size < math.inf]
-    low, high = min(sizes, default=1e-8) / 10, max(sizes, default=0.1) * 10
-    # From the larger to the smaller number, as the first leaf stands on top.
-    axes.set(xscale="log", xlim=(low / 3, high * 3), ylim=(max(len(rows), 1) - 0.5, -0.5))
-    axes.set_yticks(range(len(rows)), [row.path or "(the array)" for row in rows], fontsize="small")
-    axes.grid(alpha=0.3)
-    for line, row in enumerate(rows):
-        shown = max(row.relative, low) if math.isfinite(row.relative) else high
-        axes.plot(shown, line, "o" if row.ok else "X", color="tab:blue" if row.ok else "tab:red")
-        if 0 < row.allowed < math.inf:
-            axes.plot(row.allowed, line, marker=4, markersize=9, color="k")

@@ -1,7 +1,6 @@
 """A row of a report: the comparison of one leaf of two trees."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -27,7 +26,8 @@ class Row:
         relative: That over the largest `|right|` of the leaf.
         limit: The limit of the relative difference.
         ulps: The largest difference in units in the last place, for floats of the same dtype.
-        cosine: The cosine of the angle between the leaves as vectors; None if one is zero.
+        cosine: The cosine of the angle between the leaves as vectors; None if one is zero, or if
+            its square is too large or small for a float.
         index: Where the leaves differ most; None if they do not.
         values: The two values there.
         nans: The number of NaNs on the left and on the right.
@@ -94,78 +94,64 @@ def row_of(
     reduction: int = tolerances.TERMS,
     check_dtype: bool = True,
 ) -> Row:
-    """The Row of two leaves: NumPy arrays, numbers, other objects compared by `==`, or None for a
-    missing one.
+    """Compares two leaves: NumPy arrays, numbers, other objects, or None for a missing one.
 
     `limit` is that of the relative difference; by default that of the coarser dtype and of sums of
-    `reduction` terms. Raises FuncgaError for masked and structured arrays, and arrays of objects.
+    `reduction` terms. Raises FuncgaError for masked arrays.
     """
     left, right = _as_array(left, path), _as_array(right, path)
-    shapes, dtypes = (_shape(left), _shape(right)), (_dtype(left), _dtype(right))
-    if limit is None:
-        limit = tolerances.limit(tolerances.coarser(*(dtype or "" for dtype in dtypes)), reduction)
+    shapes = getattr(left, "shape", None), getattr(right, "shape", None)
+    dtypes = _dtype(left), _dtype(right)
     # Says nothing yet but what is compared; each way of comparing fills in what it learns.
-    row = Row(
-        path, path if left_path is None else left_path, shapes, dtypes, limit=limit, atol=atol
-    )
+    row = Row(path, path if left_path is None else left_path, shapes, dtypes, atol=atol)
     if left is None or right is None:
         return replace(row, status="missing" if left is None else "extra")
-    if not isinstance(left, np.ndarray) or not isinstance(right, np.ndarray):
-        return _of_objects(row, left, right)
+    if limit is None:
+        limit = tolerances.limit(row.dtype or "", reduction)
+    row = replace(row, limit=limit)
     if left.shape != right.shape:
         return replace(row, status="shape")
     if not _has_numbers(left) or not _has_numbers(right):
-        return _of_texts(row, left, right, check_dtype)
+        return _of_objects(row, left, right, check_dtype)
     return _of_numbers(row, left, right, check_dtype)
 
 
 def _as_array(leaf: Array, path: str) -> Array:
-    # NumPy would make an object of an int of more than 64 bits.
-    if isinstance(leaf, int) and not -(2**63) <= leaf < 2**64:
-        return leaf
-    if not isinstance(leaf, np.ndarray | np.generic | bool | int | float | complex):
-        return leaf
+    """A leaf as an array: one of objects, without axes, for what NumPy has no dtype for."""
     if isinstance(leaf, np.ma.MaskedArray):
         raise FuncgaError(
             f"{f'`{path}`' if path else 'the array'} is masked, and what is under a mask has no "
             "value. Pass x.filled(0), or the elements alone: x.compressed()."
         )
+    if leaf is None:
+        return None
     # An array of a matrix too, which no reshape makes flat.
-    return np.asarray(leaf)
+    if isinstance(leaf, np.ndarray | np.generic | complex | float | int | str):
+        return np.asarray(leaf)
+    array = np.empty((), object)
+    array[()] = leaf
+    return array
+
+
+def _dtype(array: Array) -> str | None:
+    return None if array is None else str(array.dtype.name)
 
 
 def _has_numbers(array: Array) -> bool:
     return array.dtype.kind in "biufc" or array.dtype.type.__module__ == "ml_dtypes"
 
 
-def _shape(leaf: Array) -> Shape | None:
-    return None if leaf is None else getattr(leaf, "shape", ())
-
-
-def _dtype(leaf: Array) -> str | None:
-    if isinstance(leaf, np.ndarray):
-        return str(leaf.dtype.name)
-    return None if leaf is None else type(leaf).__name__
-
-
-def _of_objects(row: Row, left: Array, right: Array) -> Row:
-    if type(left) is not type(right):
-        return replace(row, status="dtype", values=(repr(left), repr(right)))
-    if bool(left == right):
-        return replace(row, status="equal", absolute=0.0, relative=0.0)
-    return replace(row, status="beyond", values=(repr(left), repr(right)))
-
-
-def _of_texts(row: Row, left: Array, right: Array, check_dtype: bool) -> Row:
+def _of_objects(row: Row, left: Array, right: Array, check_dtype: bool) -> Row:
     """The Row of two arrays at least one of which has no numbers: they are equal or not."""
-    kind, is_of_units = left.dtype.kind, left.dtype.kind in "MmV"
-    if kind != right.dtype.kind or (check_dtype and is_of_units and left.dtype != right.dtype):
+    kind, has_units = left.dtype.kind, left.dtype.kind in "MmV"
+    if kind != right.dtype.kind or (check_dtype and has_units and left.dtype != right.dtype):
         return replace(row, status="dtype")
     apart = np.atleast_1d(left != right)
     if not apart.any():
         return replace(row, status="equal", absolute=0.0, relative=0.0)
-    index = _index(int(np.argmax(apart)), right.shape)
-    return replace(row, status="beyond", index=index, values=(str(left[index]), str(right[index])))
+    position = int(np.argmax(apart))
+    values = repr(left.item(position)), repr(right.item(position))
+    return replace(row, status="beyond", index=_index(position, right.shape), values=values)
 
 
 def _index(position: int, shape: Shape) -> Shape:
@@ -187,22 +173,26 @@ def _of_numbers(row: Row, left: Array, right: Array, check_dtype: bool) -> Row:
     # One pass over the elements in chunks, so that float64 copies never take more than a chunk's
     # memory. Units in the last place are counted only between floats of one dtype.
     has_ulps = left.dtype == right.dtype and _bits(left.dtype) is not None
-    worst, position, ulps = 0.0, None, 0.0
-    scales, nans, infs = np.zeros(2), np.zeros(2, int), np.zeros(2, int)
-    for start, a, b in _chunks(left, right):
+    worst, position, largest, ulps = 0.0, None, 0.0, 0.0
+    nans, infs, products = np.zeros(2, int), np.zeros(2, int), np.zeros(3)
+    lefts, rights = left.reshape(-1), right.reshape(-1)
+    for start in range(0, left.size, CHUNK):
+        a, b = lefts[start : start + CHUNK], rights[start : start + CHUNK]
         x, y = _wide(a), _wide(b)
-        scales = np.maximum(scales, [_largest(x), _largest(y)])
         nans += [np.count_nonzero(np.isnan(x)), np.count_nonzero(np.isnan(y))]
         infs += [np.count_nonzero(np.isinf(x)), np.count_nonzero(np.isinf(y))]
+        largest = max(largest, float(np.abs(y[np.isfinite(y)]).max(initial=0.0)))
         apart = _apart(a, b, x, y)
         # The first NaN, if there is one. Once the worst is NaN, it stays so.
         most = int(np.argmax(apart))
         if not (math.isnan(worst) or apart[most] <= worst):
             worst, position = float(apart[most]), start + most
+        finite = np.isfinite(x) & np.isfinite(y)
         if has_ulps:
-            finite = np.isfinite(x) & np.isfinite(y)
             ulps = max(ulps, float(_ulps(a[finite], b[finite]).max(initial=0)))
-    largest = float(scales[1])
+        x, y = x[finite], y[finite]
+        with np.errstate(over="ignore", invalid="ignore"):
+            products += [np.vdot(x, y).real, np.vdot(x, x).real, np.vdot(y, y).real]
     zeros = math.inf if worst > 0 else worst  # beside zeros: infinite, 0 or NaN
     index = None if position is None else _index(position, right.shape)
     compared = replace(
@@ -210,7 +200,7 @@ def _of_numbers(row: Row, left: Array, right: Array, check_dtype: bool) -> Row:
         absolute=worst,
         relative=worst / largest if largest else zeros,
         ulps=ulps if has_ulps else None,
-        cosine=_cosine(left, right, scales),
+        cosine=_cosine(*products.tolist()),
         index=index,
         values=None if index is None else (_number(left[index]), _number(right[index])),
         nans=tuple(nans.tolist()),
@@ -220,23 +210,10 @@ def _of_numbers(row: Row, left: Array, right: Array, check_dtype: bool) -> Row:
     return replace(compared, status=_status(compared, check_dtype))
 
 
-def _chunks(left: Array, right: Array) -> Iterator[tuple[int, Array, Array]]:
-    """(first position, elements of the left, elements of the right), flat, piece by piece."""
-    a, b = left.reshape(-1), right.reshape(-1)
-    for start in range(0, a.size, CHUNK):
-        yield start, a[start : start + CHUNK], b[start : start + CHUNK]
-
-
 def _wide(array: Array) -> Array:
     # A signalling NaN of less than 32 bits would warn.
     with np.errstate(invalid="ignore"):
         return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
-
-
-def _largest(array: Array) -> float:
-    """The largest absolute value that is finite."""
-    size = np.abs(array)
-    return float(np.max(size, initial=0.0, where=np.isfinite(size)))
 
 
 def _apart(left: Array, right: Array, x: Array, y: Array) -> Array:
@@ -292,27 +269,15 @@ def _bits(dtype: Dtype) -> str | None:
     return f"int{8 * dtype.itemsize}" if has_sign else None
 
 
-def _cosine(left: Array, right: Array, scales: Array) -> float | None:
-    """The cosine of the angle between two vectors of finite elements; None if one is zero."""
-    product = lefts = rights = 0.0
-    for _, a, b in _chunks(left, right):
-        # Scaled, so that no square overflows or vanishes.
-        x, y = _wide(a), _wide(b)
-        finite = np.isfinite(x) & np.isfinite(y)
-        x, y = x[finite] / (scales[0] or 1.0), y[finite] / (scales[1] or 1.0)
-        product += float(np.vdot(x, y).real)
-        lefts += float(np.vdot(x, x).real)
-        rights += float(np.vdot(y, y).real)
-    norm = math.sqrt(lefts) * math.sqrt(rights)
-    return max(-1.0, min(1.0, product / norm)) if norm else None
+def _cosine(product: float, left: float, right: float) -> float | None:
+    """The cosine of an angle, from the products of two vectors with each other and themselves."""
+    norm = math.sqrt(left) * math.sqrt(right)
+    return max(-1.0, min(1.0, product / norm)) if 0 < norm < math.inf else None
 
 
 def _number(element: Array) -> Array:
     """An element as Python's own bool, int, float or complex."""
-    if element.dtype.kind in "biu":
-        return element.item()
-    # item() of a longdouble is itself.
-    return complex(element) if element.dtype.kind == "c" else float(element)
+    return (element if element.dtype.kind in "biu" else _wide(element)).item()
 
 
 def _status(row: Row, check_dtype: bool) -> str:

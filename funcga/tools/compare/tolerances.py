@@ -42,28 +42,28 @@ def limit(dtype: str, reduction: int = TERMS) -> float:
     by every fold; there the results of operations are a walk of larger steps. It is MOST where that
     would be more, as in float8.
     """
-    return min(
-        MOST, FACTOR * max(step * math.sqrt(count) for step, count, _ in _walks(dtype, reduction))
-    )
+    step, count, _ = _walk(dtype, reduction)
+    return min(MOST, FACTOR * step * math.sqrt(count))
 
 
 def reason(dtype: str, reduction: int = TERMS) -> str:
     """The limit of a dtype and where it comes from, in words: `float32 7.6e-06 (4 eps x
     sqrt(256) terms)`.
     """
-    step, count, of = max(_walks(dtype, reduction), key=lambda walk: walk[0] * math.sqrt(walk[1]))
+    step, count, of = _walk(dtype, reduction)
     why = f"{FACTOR} eps x sqrt({count}) {of}" if step else "exact"
     if FACTOR * step * math.sqrt(count) > MOST:
         why = f"the most, as {why} is more"
     return f"{dtype} {limit(dtype, reduction):.2g} ({why})"
 
 
-def _walks(dtype: str, reduction: int) -> list[tuple[float, int, str]]:
-    """The random walks of rounding errors: how long a step is, how many there are, and of what."""
+def _walk(dtype: str, reduction: int) -> tuple[float, int, str]:
+    """The longer random walk of rounding errors: a step of it, how many there are, and of what."""
     eps, single = epsilon(dtype), epsilon("float32")
     if eps <= single:
-        return [(eps, reduction, "terms")]
-    return [(eps, OPERATIONS, "operations"), (single, reduction, "terms in float32")]
+        return eps, reduction, "terms"
+    walks = [(eps, OPERATIONS, "operations"), (single, reduction, "terms in float32")]
+    return max(walks, key=lambda walk: walk[0] * math.sqrt(walk[1]))
 
 
 def epsilon(dtype: str) -> float:

@@ -15,7 +15,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -101,28 +101,6 @@ class MicroStep:
         self.run = compiled.compile_whole(_micro_step(compiled.function))
         self.is_refused, self.replays = False, compiled.replays
         self.static: dict[object, list[list[torch.Tensor]]] = {}
-
-    def static_sums(
-        self, leaves: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]
-    ) -> tuple[list[torch.Tensor], list[list[torch.Tensor]]]:
-        """(zeros like the leaves, where those of an earlier window were; where to leave them for a
-        later window).
-        """
-        like = tuple(dtypes), tuple([(leaf.shape, leaf.stride(), leaf.device) for leaf in leaves])
-        unused = self.static.setdefault(like, [])
-        if unused:  # another thread finds others, so that no two windows have the same
-            totals = unused.pop()
-            torch._foreach_zero_(totals)
-            return totals, unused
-        totals = zeros(leaves, dtypes)
-        for total in totals:
-            torch._dynamo.mark_static_address(total)
-        return totals, unused
-
-
-def zeros(leaves: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
-    """Zeros like the leaves, in these dtypes."""
-    return [torch.zeros_like(leaf, dtype=dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
 
 
 _NUMBERS = itertools.count()
@@ -231,8 +209,9 @@ class CompiledWindow(Window):
 
     `totals`: the sums of gradients that the step adds to; None where autograd adds all. They stand
     as `.grad`s of the leaves as well, where autograd adds to them. `params`, `inside`, `buffers`:
-    what the step is called with in each micro-batch; `is_weighted`: whether the totals are. These
-    are set by `_begin`. `unused`: where static totals are left for a later window.
+    what the step is called with in each micro-batch; `is_weighted`: whether the totals are;
+    `factor(share)`: a share of the weight as a 0-d tensor. These are set by `_begin`. `unused`:
+    where static totals are left for a later window.
     """
 
     totals: list[torch.Tensor] | None = None
@@ -241,7 +220,6 @@ class CompiledWindow(Window):
     def __init__(self, step: MicroStep, program: Program, *others: Any):
         super().__init__(program, *others)
         self.step, self.weighs = step, program.weight is not None
-        self.factors: dict[float, torch.Tensor] = {}  # shares of the weight, as 0-d tensors
 
     @contextmanager
     def passes(self, weights: Sequence[Scalar] = ()) -> Iterator[None]:
@@ -298,17 +276,32 @@ class CompiledWindow(Window):
         self.is_weighted = folding.are_weighted
         if folding.lends and len(folding.ways) < 2:  # all are sums, of one kind
             self.totals = self._zeros(leaves, folding)
+            like = {"dtype": self.totals[0].dtype, "device": self.totals[0].device}
+            self.factor = cache(partial(torch.full, (), **like))
 
     def _zeros(self, leaves: list[torch.Tensor], folding: Folding) -> list[torch.Tensor]:
         folds = [folding.outputs.folds[index] for index in folding.grads]
         dtypes = [fold.accumulator_dtype for fold in folds if fold is not None]
+        pairs = [*zip(leaves, dtypes, strict=True)]
+
+        def new() -> list[torch.Tensor]:
+            return [torch.zeros_like(leaf, dtype=dtype) for leaf, dtype in pairs]
+
         if not (self.step.replays and all(leaf.is_cuda for leaf in leaves)):
-            return zeros(leaves, dtypes)
+            return new()
         # A CUDA graph reads leaves made of parameters from where these stay, and copies others.
         for original, leaf in zip(self.leaves.originals, leaves, strict=True):
             if isinstance(original, nn.Parameter):
                 torch._dynamo.mark_static_address(leaf, guard=False)
-        totals, self.unused = self.step.static_sums(leaves, dtypes)
+        like = tuple([(leaf.shape, leaf.stride(), leaf.device, dtype) for leaf, dtype in pairs])
+        self.unused = self.step.static.setdefault(like, [])
+        if self.unused:  # another thread finds others, so that no two windows have the same
+            totals = self.unused.pop()
+            torch._foreach_zero_(totals)
+            return totals
+        totals = new()
+        for total in totals:
+            torch._dynamo.mark_static_address(total)
         return totals
 
     def _run(
@@ -329,11 +322,7 @@ class CompiledWindow(Window):
         # Without a factor inductor frees each gradient sooner. The user's own weights may be 1 now
         # and another number next, so these have one in every micro-batch, and one graph.
         if self.is_weighted and (share != 1 or self.weighs):
-            factor = self.factors.get(share)
-            if factor is None:
-                like = totals[0]
-                factor = torch.full((), share, dtype=like.dtype, device=like.device)
-                self.factors[share] = factor
+            factor = self.factor(share)
         # What is differentiated is passed apart.
         others = [None if index in self.params else arg for index, arg in enumerate(args)]
         called = self.params, self.inside, self.buffers, others, kwargs, factor

@@ -9,7 +9,7 @@ Design note: docs/concepts/inside_coupled.md.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from funcga._tools import load
 from funcga._types import Across, Array, LossFn, Scalar, Tree, WeightFn
 from funcga.errors import FuncgaError, check_callable
 from funcga.folds import Fold, FoldTree, concat
+from funcga.reducers import weighted
 
 
 def coupled(
@@ -101,101 +102,67 @@ def coupled(
         torch.Size([3, 3])
     """
     check_callable(summary_fn, "summary_fn", "lambda params, x: model(params, x)")
-    check_callable(loss_fn, "loss_fn", "lambda params, summaries: loss")
     gradient = value_and_grad(loss_fn, argnums, has_aux)
     assert isinstance(gradient, GradientFunction)
     count, rows = read_sizes(n, microbatch_size)
     program = read_program(summary_fn, fold, weight, in_axes, across, n=count, microbatch_size=rows)
     if totals is not None:
         program = load("totals", "totals=").counted(program, totals)
-    job = Coupled(program, gradient, Memory(None if across is None else step_of(loss_fn)))
+    # The second pass is counted apart.
+    first = replace(program, prologue=None, epilogues=())
+    second = replace(first, memory=Memory(None if across is None else step_of(loss_fn)))
+    job = Coupled(program, first, second, gradient)
 
     @functools.wraps(summary_fn, assigned=("__doc__", "__name__", "__qualname__"), updated=())
     def step(*args: Any, **kwargs: Any) -> Any:
         """The loss and its gradient."""
-        with program.telling(job.after):
+        with program.telling(second):
             backend = program.backend(args, kwargs)
-            job.check_folds(backend)
-            return job.passes(backend)(args, kwargs)
+            _check_folds(program.fold, backend)
+            return load(f"coupled.in_{backend.name}", "coupled").coupled(job, backend)(args, kwargs)
 
     # For tools that inspect the step.
     step.coupled = job  # type: ignore[attr-defined]
     return step
 
 
+def _check_folds(folds: FoldTree, backend: Backend) -> None:
+    """Raises FuncgaError for a fold that neither adds, nor collects, nor threads."""
+    for fold in backend.trees.flatten(folds, lambda node: isinstance(node, Fold))[0]:
+        if not isinstance(fold, Fold):
+            continue  # which is refused where folds are read
+        reducer, normalizer = fold.reducer, fold.normalizer
+        only_divides = normalizer.divides_by or normalizer.apply is normalizers.identity.apply
+        is_sum = reducer.monoid.collective == "sum" and only_divides and not reducer.of_bits
+        if not (is_sum or reducer.monoid.axis is not None or reducer.carries):
+            raise FuncgaError(
+                f"a summary is folded by `{fold.name}`, and `coupled` has the gradient of "
+                "summaries that are added or collected: by mean(), per_weight(), sum() or "
+                "concat(). Return value[None] from summary_fn, with fold=funcga.concat(), and "
+                "combine the rows of s in loss_fn, such as s.max() for a maximum."
+            )
+
+
 @dataclass(frozen=True, eq=False)
 class Coupled:
     """What a step of `coupled` computes: a fold of summaries, and the gradient of a loss of them.
 
-    `memory` is the cache of the second pass; that of the first is the program's.
+    `first` folds the summaries, and `second` gradients: its grad_fn, fold and weight are known once
+    the first pass has run.
     """
 
     program: Program
+    first: Program
+    second: Program
     gradient: GradientFunction
-    memory: Memory
 
-    @property
-    def after(self) -> Program:
-        """A program that stands for the second pass, which is counted apart."""
-        return self.first(memory=self.memory)
-
-    def passes(self, backend: Backend) -> Callable[..., Any]:
-        """f(args, kwargs): the loss and its gradient, of summaries of the micro-batches cut from
-        args.
-        """
-        tool = load(f"coupled.in_{backend.name}", "coupled")
-        return tool.coupled(self, backend)  # type: ignore[no-any-return]
-
-    def first(self, **changes: Any) -> Program:
-        """The program of the first pass, which folds the summaries."""
-        return replace(self.program, prologue=None, epilogues=(), **changes)
-
-    def second(self, grad_fn: Callable[..., Tree], fold: FoldTree, in_axes: Tree) -> Program:
-        """The program of the second pass: the fold of `grad_fn` over the micro-batches."""
-        changes = {"grad_fn": grad_fn, "fold": fold, "in_axes": in_axes}
-        return replace(self.after, weight=lambda *_: 1, **changes)
-
-    def check_folds(self, backend: Backend) -> None:
-        """Raises FuncgaError for a fold that neither adds, nor collects, nor threads."""
-        for fold in backend.trees.flatten(self.program.fold, lambda node: isinstance(node, Fold))[
-            0
-        ]:
-            if not isinstance(fold, Fold):
-                continue  # which is refused where folds are read
-            reducer, normalizer = fold.reducer, fold.normalizer
-            only_divides = normalizer.divides_by or normalizer.apply is normalizers.identity.apply
-            is_sum = reducer.monoid.collective == "sum" and only_divides and not reducer.of_bits
-            if not (is_sum or reducer.monoid.axis is not None or reducer.carries):
-                raise FuncgaError(
-                    f"a summary is folded by `{fold.name}`, and `coupled` has the gradient of "
-                    "summaries that are added or collected: by mean(), per_weight(), sum() or "
-                    "concat(). Return value[None] from summary_fn, with fold=funcga.concat(), and "
-                    "combine the rows of s in loss_fn, such as s.max() for a maximum."
-                )
-
-    def loss_of(
-        self, params: Sequence[Tree], summaries: Tree, backend: Backend
+    def loss(
+        self, params: Sequence[Tree], summaries: "Summaries", variables: Mapping[int, Array]
     ) -> tuple[Array, Tree]:
-        """(loss, aux)."""
-        return self.gradient.split(self.gradient.loss_fn(*params, summaries), backend)
-
-    def check_depends(self, depends: bool) -> None:
-        """Raises FuncgaError for a loss that does not depend on the summaries."""
-        if not depends:
-            raise FuncgaError(
-                "loss_fn does not use the summaries: its value depends on no float array of them, "
-                "so that no gradient comes to summary_fn. Compute the loss from its last argument, "
-                "loss_fn(params, s), and return float arrays from summary_fn, such as embeddings."
-            )
-
-    def check_reached(self, is_reached: bool) -> None:
-        """Raises FuncgaError for summaries that depend on no parameter."""
-        if not is_reached:
-            raise FuncgaError(
-                "the summaries that the loss uses depend on no parameter: summary_fn detaches what "
-                "it computes, or it uses a module, or arrays, that it closes over. Compute them "
-                "from its first argument, and leave out detach(), no_grad() and stop_gradient()."
-            )
+        """(loss, aux) of the summaries, with these variables among their leaves."""
+        outputs, leaves = summaries.outputs, enumerate(summaries.leaves)
+        tree = outputs.structure_of([variables.get(index, leaf) for index, leaf in leaves])
+        return self.gradient.split(self.gradient.loss_fn(*params, tree), outputs.backend)
 
     def arg_indices(self, arguments: Arguments) -> tuple[int, ...]:
         """The indices of the differentiated arguments. Raises FuncgaError if one is out of range,
@@ -212,97 +179,89 @@ class Coupled:
         return arg_indices
 
 
+# The sum of gradients of weight 1. One of weight 0 adds nothing, not even a NaN.
+SUM = Fold(weighted, normalizers.identity)
+
+
+def unused() -> FuncgaError:
+    """The error for a loss that does not depend on the summaries."""
+    return FuncgaError(
+        "loss_fn does not use the summaries: its value depends on no float array of them, so that "
+        "no gradient comes to summary_fn. Compute the loss from its last argument, "
+        "loss_fn(params, s), and return float arrays from summary_fn, such as embeddings."
+    )
+
+
 class Summaries(NamedTuple):
     """The folded summaries of all micro-batches and replicas: the leaves of the result of a first
-    pass with these outputs. Of tallies there is one for each reduced leaf.
+    pass with these outputs. `tallies` has one for each reduced leaf, by its index.
     """
 
     outputs: Outputs
     leaves: list[Any]
-    tallies: Sequence[Tally]
+    tallies: Mapping[int, Tally]
 
     @property
     def variables(self) -> dict[int, Array]:
         """The arrays that the loss is differentiated by, by their leaf indices: floats that are
         added or collected.
         """
-        kind = self.outputs.backend.arrays.kind
-        folded = {i: self.leaves[i] for i in (*self.outputs.reduced, *self.outputs.collected)}
-        kinds = {index: kind(leaf.dtype) for index, leaf in folded.items()}
-        if "complex" in kinds.values():
-            raise FuncgaError(
-                "summary_fn returns a complex array, and the gradient is that of real ones. Return "
-                "its real and its imaginary part."
-            )
-        return {index: leaf for index, leaf in folded.items() if kinds[index] == "float"}
+        outputs, kind, variables = self.outputs, self.outputs.backend.arrays.kind, {}
+        for index in (*outputs.reduced, *outputs.collected):
+            leaf = self.leaves[index]
+            if kind(leaf.dtype) == "complex":
+                raise FuncgaError(
+                    "summary_fn returns a complex array, and the gradient is that of real ones. "
+                    "Return its real and its imaginary part."
+                )
+            if kind(leaf.dtype) == "float":
+                variables[index] = leaf
+        return variables
 
-    def tree(self, variables: Mapping[int, Array]) -> Tree:
-        """The summaries for loss_fn, with these variables."""
-        leaves = enumerate(self.leaves)
-        return self.outputs.structure_of([variables.get(index, leaf) for index, leaf in leaves])
-
-    def cotangents(self, of_variables: Mapping[int, Array | None]) -> "Cotangents":
-        """The cotangents of what is added and collected, from those of the variables; None if the
-        loss does not depend on one.
-        """
-        outputs, cast = self.outputs, self.outputs.backend.arrays.cast
-        found = {index: c for index, c in of_variables.items() if c is not None}
-        # A normalizer that divides is its own derivative.
-        for index, fold, tally in zip(
-            outputs.reduced, outputs.reduced_folds, self.tallies, strict=True
-        ):
-            if index in found:
-                wide = replace(fold, result_dtype=fold.accumulator_dtype)
-                found[index] = wide.normalize(cast(found[index], fold.accumulator_dtype), tally)
-        return Cotangents(outputs, found)
-
-
-class Cotangents(NamedTuple):
-    """The cotangents of what is added or collected, by leaf index."""
-
-    outputs: Outputs
-    of: dict[int, Array]
-
-    @property
-    def are_weighed(self) -> bool:
-        """Whether a micro-batch of weight 0 contributes to none of these leaves."""
-        folds = [self.outputs.folds[index] for index in self.of]
-        return all(fold is not None and fold.fold.reducer.linear for fold in folds)
-
-    def parts(self, output: Tree, weights: Sequence[Scalar]) -> dict[int, Array]:
-        """The contribution of one micro-batch, with this output of the first pass, to each leaf
-        that has a cotangent; `weights`: one for each reduced leaf.
-        """
-        outputs, leaves = self.outputs, self.outputs.in_order(output)
-        parts = {index: leaves[index] for index in self.of}
-        for index, fold, weight in zip(
-            outputs.reduced, outputs.reduced_folds, weights, strict=True
-        ):
-            if index in parts:
-                parts[index] = fold.lift(parts[index], weight)
-        return parts
-
-    def of_parts(
-        self, parts: Mapping[int, Array], rows: Callable[[int, Array, int, int], Array]
-    ) -> dict[int, Array]:
-        """The cotangents of these parts: of a sum the same for each of its terms, of collected
-        rows their own rows.
-
-        `rows(position, cotangent, axis, size)` are those of this micro-batch, in the cotangent of
-        the collected leaf at this position.
-        """
-        cotangents = dict(self.of)
-        collected = zip(self.outputs.collected, self.outputs.collected_folds, strict=True)
-        for position, (index, fold) in enumerate(collected):
-            if index in parts:
-                axis = fold.axis or 0
-                size = parts[index].shape[axis]
-                cotangents[index] = rows(position, self.of[index], axis, size)
+    def cotangents(self, of_variables: Mapping[int, Array]) -> dict[int, Array]:
+        """The cotangents of what is added and collected, from those of the variables."""
+        folds: Any = self.outputs.folds
+        cotangents = dict(of_variables)
+        for index in cotangents.keys() & self.tallies.keys():
+            # A normalizer that divides is its own derivative.
+            dtype = folds[index].accumulator_dtype
+            wide = replace(folds[index], result_dtype=dtype)
+            cotangent = wide.arrays.cast(cotangents[index], dtype)
+            cotangents[index] = wide.normalize(cotangent, self.tallies[index])
         return cotangents
 
-    def threaded(self, output: Tree) -> Tree:
-        """The summary with None for all but threaded state."""
-        leaves, threads = self.outputs.in_order(output), self.outputs.threads
-        return self.outputs.structure_of(
-            [leaf if index in threads else None for index, leaf in enumerate(leaves)]
-        )
+    def are_weighed(self, leaf_indices: Iterable[int]) -> bool:
+        """Whether a micro-batch of weight 0 contributes to none of these leaves."""
+        folds: Any = self.outputs.folds
+        return all(folds[index].fold.reducer.linear for index in leaf_indices)
+
+    def inner_product(
+        self,
+        cotangents: Mapping[int, Array],
+        output: Tree,
+        weights: Mapping[int, Scalar],
+        rows_of: Callable[[int, Array, int], Array],
+        loss: Array,
+    ) -> tuple[Array, Tree]:
+        """(the inner product of the cotangents with what a micro-batch contributes, whose summary
+        is this output; the summary with None for all but threaded state).
+
+        Its gradient is the share of the micro-batch in that of the loss. `weights`: one for each
+        reduced leaf. `rows_of(index, part, axis)`: the cotangent of these rows of a collected leaf.
+        """
+        folds: Any = self.outputs.folds
+        arrays, leaves = self.outputs.backend.arrays, self.outputs.in_order(output)
+        # Summed in at least 32 bits, where the loss is.
+        total = arrays.xp.zeros_like(loss, dtype=arrays.accumulator_dtype(loss.dtype))
+        for index, cotangent in cotangents.items():
+            part = leaves[index]
+            if index in weights:  # each term of a sum has the cotangent of the sum
+                part = folds[index].lift(part, weights[index])
+            else:
+                cotangent = rows_of(index, part, folds[index].axis)
+            product = part * arrays.cast(cotangent, part.dtype)
+            term = product.sum(dtype=arrays.accumulator_dtype(part.dtype))
+            total = total + arrays.cast(term, total.dtype, total)
+        threads = self.outputs.threads
+        threaded = [leaf if index in threads else None for index, leaf in enumerate(leaves)]
+        return total, self.outputs.structure_of(threaded)

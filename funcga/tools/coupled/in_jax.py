@@ -1,170 +1,133 @@
 """The two passes of a loss that needs the whole batch, in one program."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import replace
+from functools import partial, wraps
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from funcga._backend import Backend
-from funcga._call import Program
 from funcga._call.arguments import groups
-from funcga._types import Scalar, Tree
-from funcga.folds import sum as summed
-from funcga.tools.coupled import Cotangents, Coupled, Summaries
-from jax_backend import arrays, sharding, trees
+from funcga._types import Tree
+from funcga.tools.coupled import SUM, Coupled, Summaries, unused
+from jax_backend import arrays, sharding
 from jax_backend.loop import accumulated, begin, fold_batch, tallies_of
 from jax_backend.sharding import Spread
 from jax_backend.transforms import depends
+from jax_backend.trees import Compiled
 
 
 def coupled(job: Coupled, backend: Backend) -> Callable[..., Tree]:
     """f(args, kwargs): the loss and its gradient, of summaries of the micro-batches cut from
     args.
     """
-    step = job.memory.keep(_Step, job, backend).step
+    step = job.second.memory.keep(Compiled, partial(_in_two_passes, job, backend))
     return lambda args, kwargs: step(
         (sharding.spread_of_call(job.program, args, backend),), args, kwargs
     )
 
 
-class _Step:
-    """Cached by a step of `coupled`: its jitted function."""
+def _in_two_passes(
+    job: Coupled, backend: Backend, spread: Spread, args: tuple[Tree, ...], kwargs: dict[str, Tree]
+) -> Tree:
+    """The step, traced."""
+    program, summary_fn = job.program, job.program.grad_fn
+    if program.prologue is not None:
+        kwargs = begin(program, backend, spread, args, kwargs)
+    arguments = program.read(args, backend)
+    arg_indices = job.arg_indices(arguments)
+    params = [args[arg_index] for arg_index in arg_indices]
 
-    def __init__(self, job: Coupled, backend: Backend):
-        self.job, self.backend = job, backend
-        self.step = trees.Compiled(self.traced)
+    # The first pass: the summaries. With one micro-batch, XLA merges both passes.
+    outputs, folded, spread = fold_batch(job.first, backend, spread, args, kwargs)
+    tallies = tallies_of(outputs, folded.total, folded.unit)
+    triples = zip(outputs.reduced.values(), folded.reduced, tallies, strict=True)
+    reduced = [fold.normalize(leaf, tally) for fold, leaf, tally in triples]
+    leaves = outputs.in_order(outputs.join(reduced, folded.collected, folded.state))
+    summaries = Summaries(outputs, leaves, dict(zip(outputs.reduced, tallies, strict=True)))
+    variables = summaries.variables
 
-    def traced(self, spread: Spread, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> Tree:
-        """The step, traced."""
-        job, backend = self.job, self.backend
-        if job.program.prologue is not None:
-            kwargs = begin(job.program, backend, spread, args, kwargs)
-        arguments = job.program.read(args, backend)
-        arg_indices = job.arg_indices(arguments)
-        params = [args[arg_index] for arg_index in arg_indices]
-        if checks := trees.nnx():
-            checks.check_trained(params)
-        rows = arguments.rows()
-        sizes = groups(rows, job.program.n, job.program.microbatch_size)
-        # The first pass: the summaries. With one micro-batch, XLA merges both passes.
-        first = job.first()
-        outputs, folded, spread = fold_batch(first, backend, spread, args, kwargs)
-        tallies = tallies_of(outputs, folded.total, folded.unit)
-        triples = zip(outputs.reduced_folds, folded.reduced, tallies, strict=True)
-        reduced = [fold.normalize(leaf, tally) for fold, leaf, tally in triples]
-        value = outputs.join(reduced, folded.collected, folded.state)
-        summaries = Summaries(outputs, outputs.in_order(value), tallies)
-        variables = summaries.variables
+    # The loss, its gradient by parameters that it uses itself, and the cotangents of the
+    # summaries.
+    def loss_of(variables: dict[int, jax.Array], *params: Tree) -> tuple[jax.Array, Tree]:
+        loss, aux = job.loss(params, summaries, variables)
+        return loss, (loss, aux)
 
-        # The loss, its gradient by parameters that it uses itself, and the cotangents of the
-        # summaries.
-        def loss_of(
-            variables: dict[int, jax.Array], *params: Tree
-        ) -> tuple[jax.Array, tuple[jax.Array, Tree]]:
-            loss, aux = job.loss_of(params, summaries.tree(variables), backend)
-            return loss, (loss, aux)
+    def check(variables: dict[int, jax.Array]) -> jax.Array:
+        loss, _ = loss_of(variables, *params)
+        if depends(loss) is False:
+            raise unused()
+        return loss
 
-        def check(variables: dict[int, jax.Array]) -> jax.Array:
-            loss, _ = loss_of(variables, *params)
-            job.check_depends(depends(loss) is not False)
-            return loss
+    jax.eval_shape(jax.grad(check), variables)
+    transform = backend.gradients.value_and_grad(loss_of, (*range(len(params) + 1),))
+    (_, (loss, aux)), (of_variables, *of_params) = transform(variables, *params)
+    cotangents = summaries.cotangents(of_variables)
+    rows_of = _rows(job, backend, spread, arguments.rows(), cotangents)
 
-        jax.eval_shape(jax.grad(check), variables)
-        transform = jax.value_and_grad(loss_of, argnums=(*range(len(params) + 1),), has_aux=True)
-        (_, (loss, aux)), (of_variables, *of_params) = transform(variables, *params)
-        cotangents = summaries.cotangents(of_variables)
-
-        # The second pass: the cotangents, pulled back through each micro-batch, which gets the
-        # indices of its rows.
-        pulled_back = _PulledBack(
-            job, first, backend, arg_indices, cotangents, spread, sizes, folded.unit
-        )
-        fold = (summed(), job.program.fold) if outputs.threads else summed()
-        second = job.second(pulled_back, fold, _with_indices(job.program.in_axes, len(args)))
-        indices = jnp.arange(rows, dtype=jnp.int32)
-        result, _ = accumulated(second, backend, spread, (*args, indices), kwargs)
-        grads = result[0] if outputs.threads else result
-        composed = job.gradient.compose(
-            loss, aux, [jax.tree.map(jnp.add, *pair) for pair in zip(grads, of_params, strict=True)]
-        )
-        return job.program.finish(backend, composed, kwargs)
-
-
-def _with_indices(in_axes: Tree, count: int) -> Tree:
-    """The in_axes with one more argument, the indices of the rows."""
-    if in_axes is None:
-        return None
-    return *(in_axes if isinstance(in_axes, tuple | list) else (in_axes,) * count), 0
-
-
-@dataclass(frozen=True, eq=False)
-class _PulledBack:
-    """The gradient of one micro-batch: the cotangents, pulled back through its summary."""
-
-    job: Coupled
-    first: Program
-    backend: Backend
-    arg_indices: tuple[int, ...]
-    cotangents: Cotangents
-    spread: Spread
-    sizes: list[tuple[int, int]]
-    unit: Scalar
-
-    def __call__(self, *args: Tree, **kwargs: Tree) -> Tree:
-        """The gradients of the differentiated arguments, and the state that is threaded, if
-        there is any.
-        """
-        job, outputs, (*args_of_user, index) = self.job, self.cotangents.outputs, args
-        arguments = job.program.read(tuple(args_of_user), self.backend)
-        weight = job.program.weigh(arguments, tuple(args_of_user), None)
+    # The second pass: the gradient of the inner product of the cotangents with what a micro-batch
+    # contributes. It gets the indices of its rows.
+    @wraps(summary_fn, updated=())
+    def inner_product(*args_and_index: Tree, **kwargs: Tree) -> Tree:
+        *args, index = args_and_index
+        weight = program.weigh(program.read(tuple(args), backend), tuple(args), None)
         if not isinstance(weight, int | float):
             weight = arrays.tally(weight).total
         # In the unit that the tallies of means are in.
-        weights = [weight / self.unit if f.is_mean else weight for f in outputs.reduced_folds]
+        folds = outputs.reduced.items()
+        weights = {i: weight / folded.unit if fold.is_mean else weight for i, fold in folds}
+        output, rows = summary_fn(*args, **kwargs), partial(rows_of, index)
+        product, threaded = summaries.inner_product(cotangents, output, weights, rows, loss)
+        return (product, threaded) if outputs.threads else product
 
-        def parts_of(*params: Tree) -> tuple[dict[int, Tree], Tree]:
-            replaced = dict(zip(self.arg_indices, params, strict=True))
-            called = [replaced.get(arg_index, arg) for arg_index, arg in enumerate(args_of_user)]
-            output = self.first.grad_fn(*called, **kwargs)
-            parts = self.cotangents.parts(output, weights)
-            job.check_reached(
-                not params or any(depends(part) is not False for part in parts.values())
-            )
-            return parts, self.cotangents.threaded(output)
+    gradient = replace(
+        job.gradient,
+        loss_fn=inner_product,
+        argnums=arg_indices,
+        has_aux=bool(outputs.threads),
+        with_value=False,
+    )
+    in_axes, weight = program.in_axes, lambda *_: 1
+    if in_axes is not None:
+        axes = in_axes if isinstance(in_axes, tuple | list) else (in_axes,) * len(args)
+        in_axes = (*axes, 0)
+    weigh: Any = program.weight
+    if weigh is not None and summaries.are_weighed(cotangents):
+        weight = lambda *split: weigh(*split[:-1]) != 0
+    fold = (SUM, program.fold) if outputs.threads else SUM
+    second = replace(job.second, grad_fn=gradient, fold=fold, in_axes=in_axes, weight=weight)
+    indices = jnp.arange(arguments.rows(), dtype=jnp.int32)
+    result, _ = accumulated(second, backend, spread, (*args, indices), kwargs)
+    grads = result[0] if outputs.threads else result
+    pairs = zip(grads, of_params, strict=True)
+    composed = job.gradient.compose(loss, aux, [jax.tree.map(jnp.add, *pair) for pair in pairs])
+    return program.finish(backend, composed, kwargs)
 
-        params = [args_of_user[arg_index] for arg_index in self.arg_indices]
-        parts, pull, threaded = jax.vjp(parts_of, *params, has_aux=True)
-        of_parts = self.cotangents.of_parts(parts, partial(self._rows, index))
-        # A cotangent has the type of its primal, and varies over mesh axes as that does.
-        typed = lambda cotangent, part: arrays.typed(cotangent.astype(part.dtype), jax.typeof(part))
-        grads = pull(jax.tree.map(typed, of_parts, parts))
-        if self.cotangents.are_weighed and not isinstance(weight, int | float):
-            # 0 times an infinite derivative, as of an empty mean, is NaN.
-            grads = jax.tree.map(
-                lambda grad: jnp.where(weight != 0, grad, jnp.zeros_like(grad)), grads
-            )
-        return (grads, threaded) if outputs.threads else grads
 
-    def _rows(
-        self, index: jax.Array, position: int, cotangent: jax.Array, axis: int, size: int
-    ) -> jax.Array:
-        """The rows of a micro-batch, with these indices, in the cotangent of a collected leaf."""
-        replicas = self.job.program.replicas(self.backend)
+def _rows(
+    job: Coupled, backend: Backend, spread: Spread, rows: int, cotangents: dict[int, jax.Array]
+) -> Callable[..., jax.Array]:
+    """f(index, leaf_index, part, axis): the rows of a micro-batch, with these indices, in the
+    cotangent of a collected leaf.
+    """
+    replicas = job.program.replicas(backend)
+    (_, size), *smaller = groups(rows, job.program.n, job.program.microbatch_size)
+
+    def rows_of(index: jax.Array, leaf_index: int, part: jax.Array, axis: int) -> jax.Array:
+        cotangent, of_part = cotangents[leaf_index], part.shape[axis]
         total, offset = cotangent.shape[axis], jnp.int32(0)
         if replicas is not None:  # equally many rows each, in order
             total //= int(lax.axis_size(replicas.names))
             offset = lax.axis_index(replicas.names) * total
         # Then collected leaves have one row for each row of a micro-batch.
-        if self.spread.blocks > 1:
+        if spread.blocks > 1:
             return jnp.take(cotangent, offset + index, axis=axis)
-        (count, rows), *smaller = self.sizes
-        if smaller and index.shape[0] == smaller[0][1]:
-            # Micro-batches of the second size, at the end of the batch.
-            before, (count, rows) = count * rows, smaller[0]
-            start = total - count * size + (index[0] - before) // rows * size
-        else:
-            start = index[0] // rows * size
-        return lax.dynamic_slice_in_dim(cotangent, offset + start, size, axis)
+        start = index[0] // size * of_part
+        if smaller and len(index) == smaller[0][1]:  # at the end of the batch
+            start = total - (rows - index[0]) // len(index) * of_part
+        return lax.dynamic_slice_in_dim(cotangent, offset + start, of_part, axis)
+
+    return rows_of

@@ -7,8 +7,7 @@ product of its summary with the cotangents.
 """
 
 import operator
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial, wraps
 from typing import Any
@@ -20,45 +19,25 @@ from funcga._call import OwningGradient
 from funcga._call.arguments import Arguments
 from funcga._types import Scalar, Tree
 from funcga.errors import FuncgaError
-from funcga.folds import Fold
-from funcga.normalizers import identity
-from funcga.reducers import weighted
-from funcga.tools.coupled import Coupled, Summaries
-from funcga.tools.example_keys.in_torch import (
-    devices_of,
-    generator_states,
-    put_generator_states,
-)
+from funcga.tools.coupled import SUM, Coupled, Summaries, unused
+from funcga.tools.example_keys.in_torch import devices_of, generator_states, put_generator_states
 from torch_backend import arrays, trees
 from torch_backend.arrays import recording_loss
 from torch_backend.engine.alone import value_of
 from torch_backend.engine.called import Called
 from torch_backend.engine.distributed import with_a_blank_row
-from torch_backend.engine.leaves import Own, any_requires_grad
+from torch_backend.engine.leaves import any_requires_grad
 from torch_backend.engine.plan import Plans, call_key
-from torch_backend.loop import (
-    Source,
-    accumulate,
-    begin,
-    cut,
-    run_window,
-    untraced,
-    weights_of,
-)
+from torch_backend.loop import Source, begin, cut, run_window, untraced, weights_of
 from torch_backend.modules import PureLoss
-from torch_backend.reduce import reductions_of
+from torch_backend.reduce import Reduction
 from torch_backend.sums import Sums
+from torch_backend.wrapped.ddp import Wrapper
 from torch_backend.wrapped.gradient import ModuleGradient
 from torch_backend.wrapped.window import WrappedGradient
 
 Args = tuple[Tree, ...]
 Kwargs = dict[str, Tree]
-# What is differentiated: of summary_fn as it is called where the parameters are recorded, and its
-# arguments.
-Loss = Callable[[Callable[..., Tree], Args, Kwargs], Tree]
-
-# The sum of gradients of weight 1. One of weight 0 adds nothing, not even a NaN.
-_SUM = Fold(weighted, identity)
 
 
 def coupled(job: Coupled, backend: Backend) -> Callable[..., Tree]:
@@ -67,121 +46,124 @@ def coupled(job: Coupled, backend: Backend) -> Callable[..., Tree]:
     """
 
     def step(args: Args, kwargs: Kwargs) -> Tree:
+        if arrays.in_transform():
+            raise FuncgaError(
+                "a step of coupled is called inside of a torch.func transform, or of a loss that "
+                "is differentiated, where the graphs of all micro-batches are kept anyway. Fold "
+                "the summaries there: loss_fn(params, funcga.accumulate(summary_fn, n, "
+                "fold=funcga.concat())(params, *batch))."
+            )
         if job.program.prologue is not None:
             kwargs = begin(job.program, backend, args, kwargs)
-        parameters = _Parameters(job, backend, args)
-        # A transform keeps the graphs of all micro-batches anyway.
-        if arrays.in_transform() and parameters.own is None:
-            return parameters.in_one_graph(args, kwargs)
-        return _in_two_passes(parameters, args, kwargs)
+        program, summary = job.program, _Summary(job, backend, args)
+        Source(program, backend)  # refuses what it cannot be
+        is_merged = bool(summary.replicas)
+        with torch.inference_mode(False), torch.no_grad():
+            arguments, cuts, devices = cut(program, backend, args, is_merged)
+            # A weight may be 0, where NaN has to be kept out.
+            if len(cuts) == 1 and not is_merged and program.weight is None:
+                return _in_one_pass(summary, arguments, kwargs)
+            return _in_two_passes(summary, arguments, args, kwargs, cuts, devices)
 
     # The passes are steered by the host: torch.compile is for summary_fn and loss_fn.
     return untraced(step, "funcga takes two passes here; compile summary_fn and loss_fn instead")
 
 
-class _Parameters:
-    """Where the parameters of a summary are.
+class _Summary:
+    """A summary as a `function`, and where its parameters are.
 
-    They are arguments of summary_fn; those of a pure_loss are put into its module by the engine. Or
-    they are a module's `own`, which may have a `wrapper`.
+    They are arguments of the function; or those of a `pure` loss, which the engine puts into its
+    module; or a module's `own`, which a `wrapper` may reduce. The function then takes the module in
+    the place of its parameters. `replicas`: what is merged over, one group after the other.
     """
 
     def __init__(self, job: Coupled, backend: Backend, args: Args):
         summary_fn: Any = job.program.grad_fn
-        self.job, self.backend, self.summary_fn = job, backend, summary_fn
+        self.job, self.backend = job, backend
         self.own = summary_fn if isinstance(summary_fn, ModuleGradient) else None
         self.owner = self.own or OwningGradient()
-        self.wrapper = summary_fn.wrapper if isinstance(summary_fn, WrappedGradient) else None
+        self.wrapper = Wrapper([], "nothing", "last")
+        if isinstance(summary_fn, WrappedGradient):
+            self.wrapper = summary_fn.wrapper
+        self.replicas = self.wrapper.replicas(job.program.across)
         self.arg_indices: tuple[int, ...] = ()
         if self.own is None:
             self.arg_indices = job.arg_indices(job.program.read(args, backend))
-        self.params = [args[arg_index] for arg_index in self.arg_indices]
         # Buffers that come with the summary are composed by the pure_loss itself.
         is_plain = isinstance(summary_fn, PureLoss) and not summary_fn.buffers
         self.pure = summary_fn if is_plain and self.arg_indices == (0,) else None
+        self.function = summary_fn.loss_fn if self.own or self.pure else summary_fn
 
-    def gradient(self, loss: Loss, has_aux: bool, reached: set[bool]) -> Any:
-        """The gradient function of a loss, with its value; `reached` as in GradientFunction."""
-        loss_fn = self._recorded(loss)
-        if self.own is None:
-            return replace(self.job.gradient, loss_fn=loss_fn, has_aux=has_aux, reached=reached)
-        of_module = replace(self.own, loss_fn=loss_fn, has_aux=has_aux)
-        of_module.parts.reached.update(reached)
-        return of_module
-
-    def _recorded(self, loss: Loss) -> Callable[..., Tree]:
-        """The loss as a function of what summary_fn takes, or of a module and that."""
-        summary_fn, params = self.summary_fn, self.params
-        if self.own is None and self.pure is None:
-            of_arguments = lambda *args, **kwargs: loss(summary_fn, args, kwargs)
-            return wraps(summary_fn, updated=())(of_arguments)
-
-        def of_module(module: torch.nn.Module, *batch: Tree, **kwargs: Tree) -> Tree:
-            summarise = lambda *args, **kwargs: summary_fn.loss_fn(
-                module, *args[len(params) :], **kwargs
-            )
-            return loss(summarise, (*params, *batch), kwargs)
-
-        return of_module if self.pure is None else replace(self.pure, loss_fn=of_module)
-
-    def in_one_graph(self, args: Args, kwargs: Kwargs, own: Own | None = None) -> Tree:
-        """The loss and its gradient, by a graph of all micro-batches."""
-        of_loss = self.job.gradient
-        gradient = self.gradient(self._whole, of_loss.has_aux, of_loss.reached)
-        if self.own is None:
-            return gradient(*args, **kwargs)
-        of_module = replace(gradient.parts, memory=self.job.memory)
-        return value_of(of_module, self.backend, args, kwargs, own=own)
-
-    def _whole(self, summarise: Callable[..., Tree], args: Args, kwargs: Kwargs) -> Tree:
-        """The loss of all micro-batches."""
-        job = self.job
-        fold = accumulate(job.first(grad_fn=summarise), self.backend)
-        summaries = fold(args, kwargs)
-        job.check_reached(any_requires_grad(trees.flatten(summaries)[0]))
-        params: list[Tree] = [args[arg_index] for arg_index in self.arg_indices]
+    def source(self, loss: Callable[..., Tree], has_aux: bool) -> Source:
+        """Where the gradient of a loss comes from that is called as the function is. With has_aux
+        it returns threaded state as well.
+        """
+        job, loss_fn = self.job, wraps(self.function, updated=())(lambda *a, **k: loss(*a, **k))
+        gradient: Any = replace(job.gradient, loss_fn=loss_fn, has_aux=has_aux)
         if self.own is not None:
-            params = [self.own.module]
-        if self.pure is not None:  # then the module has them
-            params = [{name: operator.attrgetter(name)(self.pure.module) for name in args[0]}]
-        loss, aux = job.loss_of(params, summaries, self.backend)
-        return (loss, aux) if job.gradient.has_aux else loss
+            gradient = replace(self.own, loss_fn=loss_fn, has_aux=has_aux)
+        elif self.pure is not None:
+            gradient = replace(gradient, loss_fn=replace(self.pure, loss_fn=loss_fn))
+        fold = ((SUM, job.program.fold), SUM) if has_aux else SUM
+        second = replace(job.second, grad_fn=gradient, fold=fold, weight=lambda *_: 1)
+        source = Source(second, self.backend)
+        gradient = source.gradient
+        source.gradient = replace(gradient, memory=second.memory, reached=job.gradient.reached)
+        return source
 
 
-# --- the passes
+def _in_one_pass(summary: _Summary, arguments: Arguments, kwargs: Kwargs) -> Tree:
+    """The loss and its gradient, of a batch that is one micro-batch: its graph is kept."""
+    job = summary.job
+
+    def loss(*called: Tree, **named: Tree) -> Tree:
+        first = Called(job.first, summary.function, arguments)
+        first.fold(called, named, arguments.rows())
+        summaries = first.result()
+        if not any_requires_grad(trees.flatten(summaries)[0]):
+            raise job.gradient.unreached(len(called))
+        params = [called[k] for k in summary.arg_indices or (0,)]
+        if summary.pure is not None:  # now the module has them
+            names: Any = arguments.parts[0].value
+            params = [{name: operator.attrgetter(name)(called[0]) for name in names}]
+        return job.gradient.loss_fn(*params, summaries)
+
+    source = summary.source(loss, job.gradient.has_aux)
+    # State may be written to in place.
+    state = [leaf.clone() if arrays.is_array(leaf) else leaf for leaf in arguments.state]
+    args, gradient = arguments.cut(0, None, state), source.gradient
+    assert gradient is not None
+    return value_of(gradient, summary.backend, args, kwargs, own=source.own)
 
 
-def _in_two_passes(parameters: _Parameters, args: Args, kwargs: Kwargs) -> Tree:
-    """The loss and its gradient; of a single micro-batch in one pass, as its graph is there
-    already.
-    """
-    job, program, put_back = parameters.job, parameters.job.program, parameters.owner.snapshot()
-    is_merged = parameters.wrapper is not None or program.across is not None
-    Source(program, parameters.backend)  # refuses what it cannot be
-    with torch.inference_mode(False), torch.no_grad(), ExitStack() as stack:
-        arguments, cuts, devices = cut(program, parameters.backend, args, is_merged)
-        weights = weights_of(program, arguments, cuts, devices)
-        has_state = bool(arguments.state)
-        # What the second window differentiates is known after the first one.
-        gradient = parameters.gradient(lambda *call: after.inner_product(*call), has_state, {True})
-        fold = ((_SUM, program.fold), _SUM) if has_state else _SUM
-        second = job.second(gradient, fold, program.in_axes)
-        source, plans = Source(second, parameters.backend), second.memory.keep(Plans)
-        # A weight may be 0, where NaN has to be kept out.
-        if len(cuts) == 1 and not is_merged and program.weight is None:
-            return parameters.in_one_graph(args, kwargs, source.own)
-        key = call_key(source.params, [*map(trees.flatten, args)], tuple(kwargs))
-        # Before the first pass, as no forward pass in it makes a wrapped module synchronise.
-        window = stack.enter_context(source.window(arguments, plans.get(key)))
-        first = _FirstPass(parameters, arguments, (args, kwargs))
-        with first, torch.no_grad():
-            prepared = first.prepared(arguments, kwargs)
-            summaries = run_window(first, *prepared, cuts, devices, weights)
+def _in_two_passes(
+    summary: _Summary,
+    arguments: Arguments,
+    args: Args,
+    kwargs: Kwargs,
+    cuts: Sequence[tuple[int, int]],
+    devices: int,
+) -> Tree:
+    """The loss and its gradient, of the micro-batches that are cut from the arguments."""
+    job, owner = summary.job, summary.owner
+    # What the second window differentiates is known after the first one.
+    source = summary.source(
+        lambda *call, **named: after.loss(*call, **named), bool(arguments.state)
+    )
+    plans, put_back = job.second.memory.keep(Plans), owner.snapshot()
+    key = call_key(source.params, [*map(trees.flatten, args)], tuple(kwargs))
+    weights = weights_of(job.program, arguments, cuts, devices)
+    # Begun before the first pass, as no forward pass in it makes a wrapped module synchronise.
+    with source.window(arguments, plans.get(key)) as window:
+        first = _FirstPass(summary, arguments, (args, kwargs))
+        prepared = first.prepared(arguments, kwargs)
+        summaries = run_window(first, *prepared, cuts, devices, weights)
         arguments, kwargs = window.prepared(arguments, kwargs)
         # Its leaves have the hooks of the parameters.
-        after = _SecondPass(first, summaries, weights, [*window.leaves.trees.values()])
+        params = [*window.leaves.trees.values()]
+        after: _SecondPass = _SecondPass(first, summary, summaries, weights, params)
         del summaries
-        generators, put_after = generator_states(first.devices), parameters.owner.snapshot()
+        generators, put_after = generator_states(first.devices), owner.snapshot()
         put_back()
         _, grads = run_window(window, arguments, kwargs, cuts, devices, after.counts)
         # The loss is the same on every replica, and so is its own gradient.
@@ -190,9 +172,8 @@ def _in_two_passes(parameters: _Parameters, args: Args, kwargs: Kwargs) -> Tree:
         grads = trees.unflatten(structure, [g if own is None else g + own for g, own in pairs])
         put_generator_states(first.devices, generators)
         put_after()
-    job.check_reached(after.is_reached or not cuts)
     plans.put(key, window.plan)
-    return ((after.loss, after.aux) if job.gradient.has_aux else after.loss), grads
+    return (after.value, after.aux) if job.gradient.has_aux else after.value, grads
 
 
 class _FirstPass(Called):
@@ -203,23 +184,21 @@ class _FirstPass(Called):
     `is_last`: whether no replica runs the module again that this one has to wait for.
     """
 
-    def __init__(self, parameters: _Parameters, arguments: Arguments, call: Tree):
-        own, wrapper, job = parameters.own, parameters.wrapper, parameters.job
-        summarise: Any = parameters.summary_fn
+    def __init__(self, summary: _Summary, arguments: Arguments, call: Tree):
+        own, wrapper, program = summary.own, summary.wrapper, summary.job.first
         tensors = trees.flatten(call)[0]
         if own is not None:
-            summarise = partial(own.loss_fn, own.module)
+            program = replace(program, grad_fn=partial(own.loss_fn, own.module))
             tensors += own.parameters()
-        across = parameters.owner.merged_over(job.program.across)
-        program = job.first(grad_fn=summarise, across=across)
-        self.reductions = [] if across is None else reductions_of(program, parameters.backend)
-        super().__init__(program, summarise, arguments, merges=self.reductions)
-        self.parameters, self.devices = parameters, devices_of(tensors)
+        merges = [Reduction(program.memory, replicas) for replicas in summary.replicas]
+        super().__init__(program, program.grad_fn, arguments, merges=merges)
+        self.devices, self.snapshot = devices_of(tensors), summary.owner.snapshot
         # Whether all replicas run the module equally often, because each run communicates. Others
         # meet before the first one, which may broadcast buffers.
-        self.in_step = wrapper is not None and wrapper.meets_in_every_pass
-        self.is_last = not (self.in_step or (wrapper and wrapper.begins_with_buffers))
+        self.in_step = wrapper.meets_in_every_pass
+        self.is_last = not (self.in_step or wrapper.begins_with_buffers)
         self.generators: list[list[torch.Tensor]] = []
+        self.starts: dict[int, int] = {}
 
     def fold(self, args: Args, kwargs: Kwargs, weight: Scalar, last: bool = False) -> None:
         """Folds the summary of one micro-batch in."""
@@ -234,15 +213,15 @@ class _FirstPass(Called):
         """Waits for the other replicas before the module communicates; whether no other run comes.
         FuncgaError if one has failed.
         """
-        for reduction in self.reductions:
-            last = reduction.meet(last)
+        for merge in self.merges:
+            last = merge.meet(last)
         return last or not self.in_step
 
     def _fill_up(self, args: Args, kwargs: Kwargs, runs_later: bool = False) -> None:
         """Runs the module as often as the replicas do that have more micro-batches; if it
         `runs_later`, once less.
         """
-        put_back = self.parameters.owner.snapshot()
+        put_back = self.snapshot()
         while not self.is_last:
             self.is_last = self._meet(True)
             if not (self.is_last and runs_later):
@@ -253,11 +232,11 @@ class _FirstPass(Called):
         self, arguments: Arguments, kwargs: Kwargs, state: list[Any]
     ) -> Tree:
         """The summaries of the other replicas, on one that has no micro-batch."""
-        put_back = self.parameters.owner.snapshot()
+        put_back = self.snapshot()
         if not self.is_last:
-            blank = with_a_blank_row(arguments).cut(0, 1, state)
             # Over several groups it runs once more, to see what is folded.
-            self._fill_up(blank, kwargs, runs_later=len(self.reductions) > 1)
+            blank = with_a_blank_row(arguments).cut(0, 1, state)
+            self._fill_up(blank, kwargs, runs_later=len(self.merges) > 1)
         result = super().result_without_microbatches(arguments, kwargs, state)
         put_back()
         return result
@@ -265,122 +244,104 @@ class _FirstPass(Called):
     def _merged(self, sums: Sums) -> Summaries:
         """The summaries of all micro-batches, on all replicas."""
         outputs = sums.folding.outputs
-        leaves = [*zip(outputs.collected, outputs.collected_folds, strict=True)]
-        self.starts = [0 for _ in leaves]
-        for reduction in self.reductions:
-            reduction.merge()
+        self.starts = dict.fromkeys(outputs.collected, 0)
+        for merge in self.merges:
+            merge.merge()
             # Now there is a chunk for each replica, in the order of their ranks.
-            for position, (index, fold) in enumerate(leaves):
-                before = sums.collected[index][: reduction.replicas.channel.rank]
-                self.starts[position] += sum([chunk.shape[fold.axis or 0] for chunk in before])
-        tallies = [sums.tally for _ in outputs.reduced]
-        summaries = Summaries(outputs, outputs.in_order(sums.result()), tallies)
+            for index, fold in outputs.collected.items():
+                before = sums.collected[index][: merge.replicas.channel.rank]
+                self.starts[index] += sum([chunk.shape[fold.axis or 0] for chunk in before])
         # Nothing of it stays here: summaries are freed before the second pass.
-        self.sums, self.merges, self.reductions = None, [], []
-        return summaries
+        self.sums, self.merges = None, []
+        leaves = outputs.in_order(sums.result())
+        return Summaries(outputs, leaves, dict.fromkeys(outputs.reduced, sums.tally))
 
 
 def _differentiated(
-    parameters: _Parameters,
-    params: list[Tree],
-    summaries: Summaries,
-    variables: dict[int, torch.Tensor],
-) -> tuple[torch.Tensor, Tree, dict[torch.Tensor, torch.Tensor]]:
-    """(the loss of the summaries, its aux, its gradients by the leaves that it depends on)."""
-    own, wrapper, leaves = parameters.own, parameters.wrapper, trees.flatten(params)[0]
-    params = params if own is None else [own.module]
+    summary: _Summary, summaries: Summaries, params: list[Tree]
+) -> tuple[torch.Tensor, Tree, dict[int, torch.Tensor], dict[torch.Tensor, torch.Tensor]]:
+    """(the loss, its aux, its gradient by the summaries that it uses, by their leaf indices, and
+    that by all else).
+    """
+    variables = {i: leaf.detach().requires_grad_() for i, leaf in summaries.variables.items()}
+    wrapper, own, grads = summary.wrapper, summary.own, tuple[torch.Tensor, ...]()
+    # Autocast must not take a cast that was not recorded, or is part of another graph.
+    torch.clear_autocast_cache()
     with torch.enable_grad(), recording_loss():
-        loss, aux = parameters.job.loss_of(params, summaries.tree(variables), parameters.backend)
-        leaves = [
-            *variables.values(),
-            *leaves,
-            *({} if wrapper is None else wrapper.leaves()).values(),
-        ]
+        given = params if own is None else [own.module]
+        loss, aux = summary.job.loss(given, summaries, variables)
+        leaves = [*variables.values(), *trees.flatten(params)[0], *wrapper.leaves().values()]
         # What is gathered of a frozen parameter is frozen, too.
         leaves = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
-        grads = torch.autograd.grad(loss, leaves, allow_unused=True) if loss.requires_grad else ()
+        if loss.requires_grad:
+            grads = torch.autograd.grad(loss, leaves, allow_unused=True)
+    torch.clear_autocast_cache()
     pairs = zip(leaves, grads, strict=False)
-    return loss, aux, {leaf: grad for leaf, grad in pairs if grad is not None}
+    grad_of = {leaf: grad for leaf, grad in pairs if grad is not None}
+    used = {i: grad_of.pop(leaf) for i, leaf in variables.items() if leaf in grad_of}
+    if wrapper.in_step and grad_of:
+        raise FuncgaError(
+            f"loss_fn uses parameters of the module itself, which {wrapper.name} shards, so that "
+            "their gradients would not be those of the whole. Let the module return what the loss "
+            "needs of them, and summary_fn "
+            f'too, under mean(): fold={{"x": funcga.concat(), "scale": funcga.mean()}}.'
+        )
+    if not used:
+        raise unused()
+    return loss.detach(), trees.detached(aux, recorded=True), used, grad_of
 
 
 class _SecondPass:
     """The loss of the summaries, and what the second pass differentiates in its place.
 
-    `of_params`: the gradient of the parameters that loss_fn uses itself. `counts`: 0 for
-    micro-batches that contribute nothing, as their weight is 0, and 1 for all others. `is_reached`:
-    whether a summary depends on a parameter.
+    `value`, `aux`: the loss, and what it returns beside. `of_params`: the gradient of the
+    parameters that loss_fn uses itself. `counts`: 0 for micro-batches that contribute nothing, as
+    their weight is 0, and 1 for all others.
     """
 
     def __init__(
         self,
         first: _FirstPass,
+        summary: _Summary,
         summaries: Summaries,
         weights: list[Scalar],
         params: list[Tree],
     ):
-        wrapper = first.parameters.wrapper
-        variables = {
-            index: leaf.detach().requires_grad_() for index, leaf in summaries.variables.items()
-        }
-        # Autocast must not take a cast that was not recorded, or is part of another graph.
-        torch.clear_autocast_cache()
-        loss, aux, grad_of = _differentiated(first.parameters, params, summaries, variables)
-        torch.clear_autocast_cache()
-        self.loss, self.aux = loss.detach(), trees.detached(aux, recorded=True)
+        self.first, self.summary, wrapper = first, summary, summary.wrapper
+        self.value, self.aux, used, grad_of = _differentiated(summary, summaries, params)
         self.of_params = [grad_of.get(leaf) for leaf in trees.flatten(params)[0]]
-        of_variables = {index: grad_of.pop(leaf, None) for index, leaf in variables.items()}
-        if wrapper is not None and wrapper.in_step and grad_of:
-            raise FuncgaError(
-                f"loss_fn uses parameters of the module itself, which {wrapper.name} shards, so "
-                "that their gradients would not be those of the whole. Let the module return what "
-                "the loss needs of them, and summary_fn "
-                f'too, under mean(): fold={{"x": funcga.concat(), "scale": funcga.mean()}}.'
-            )
-        cotangents = summaries.cotangents(of_variables)
-        first.parameters.job.check_depends(bool(cotangents.of))
         # A wrapper waits for the gradients of parameters that only the loss uses, unless it
         # searches for such.
-        self.waiting = [] if wrapper is None or wrapper.searches else [*grad_of]
-        self.first, self.cotangents = first, cotangents
-        are_weighed, self.is_reached = cotangents.are_weighed, False
+        self.waiting = [*grad_of] if wrapper.wrapped and not wrapper.searches else []
+        self.cotangents = summaries.cotangents(used)
+        self.summaries = summaries._replace(leaves=[])  # these are freed before the second pass
+        are_weighed = summaries.are_weighed(used)
         self.counts = [int(weight != 0 or not are_weighed) for weight in weights]
         # One that counts for nothing is masked as a whole.
         weights = [w if count else 1 for w, count in zip(weights, self.counts, strict=True)]
         self.microbatches = zip(first.generators, weights, strict=True)  # those to come
 
-    def inner_product(self, summarise: Callable[..., Tree], args: Args, kwargs: Kwargs) -> Tree:
+    def loss(self, *called: Tree, **named: Tree) -> Tree:
         """The inner product of the cotangents with what the next micro-batch contributes; blank
         rows come after the last one.
-
-        With threaded state, also what is left of the summary for that.
         """
-        cotangents = self.cotangents
         states, weight = next(self.microbatches, (None, 1))
-        if states is not None:
+        rows_of = self._next_rows
+        if states is None:
+            rows_of = lambda index, part, axis: part.detach()  # of which nothing counts
+        else:
             put_generator_states(self.first.devices, states)
-        output = summarise(*args, **kwargs)
-        parts = cotangents.parts(output, [weight] * len(cotangents.outputs.reduced))
-        leaves = [*parts.values()]
-        # Of weights that are all 0 a loss may have no derivative at all.
-        self.is_reached |= not leaves or any_requires_grad(leaves)
-        of_leaves = [*map(torch.zeros_like, leaves)]
-        if states is not None:
-            of_leaves = [*cotangents.of_parts(parts, self._next_rows).values()]
-        leaves += self.waiting
-        of_leaves += map(torch.zeros_like, self.waiting)
-        # Summed in at least 32 bits.
-        terms = [
-            (leaf * cotangent).sum(dtype=arrays.accumulator_dtype(leaf.dtype))
-            for leaf, cotangent in zip(leaves, of_leaves, strict=True)
-        ]
-        device = self.loss.device
-        loss = sum([term.to(device) for term in terms], torch.zeros((), device=device))
-        return (loss, cotangents.threaded(output)) if cotangents.outputs.threads else loss
+        summaries, output = self.summaries, self.summary.function(*called, **named)
+        weights = dict.fromkeys(summaries.tallies, weight)
+        total, threaded = summaries.inner_product(
+            self.cotangents, output, weights, rows_of, self.value
+        )
+        for leaf in self.waiting:
+            total = total + 0 * leaf.sum()
+        return (total, threaded) if summaries.outputs.threads else total
 
-    def _next_rows(
-        self, position: int, cotangent: torch.Tensor, axis: int, size: int
-    ) -> torch.Tensor:
+    def _next_rows(self, index: int, part: torch.Tensor, axis: int) -> torch.Tensor:
         """The rows of the micro-batch in the cotangent of a collected leaf."""
-        starts = self.first.starts
-        starts[position] += size
-        return cotangent.narrow(axis, starts[position] - size, size)
+        starts, size = self.first.starts, part.shape[axis]
+        starts[index] += size
+        return torch.narrow(self.cotangents[index], axis, starts[index] - size, size)

@@ -2,23 +2,40 @@
 shard of the numbers.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from torch_backend import arrays
-from torch_backend.dtensor import is_dtensor, local, summed_over_shards, without_partials
+from torch_backend.dtensor import is_dtensor, local, without_partials
 
 
 def measured(
     measure: Callable[[torch.Tensor], torch.Tensor], tensors: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """`measure(tensor)`, a sum over the elements, of each tensor, over all shards."""
+    """`measure(tensor)`, a sum over the elements, of each tensor, over all shards: one reduction a
+    mesh.
+    """
     if not any(map(is_dtensor, tensors)):
         return [measure(tensor).to(tensors[0].device) for tensor in tensors]
     whole = [without_partials(tensor) for tensor in tensors]
-    measures = [measure(local(tensor)) for tensor in whole]
-    return summed_over_shards(measures, whole)
+    sums = [measure(local(tensor)) for tensor in whole]
+    alike = defaultdict[tuple[Any, ...], list[int]](list)  # by the groups that shards lie on
+    for index, tensor in enumerate(whole):
+        placements = enumerate(tensor.placements if is_dtensor(tensor) else ())
+        dims = [dim for dim, placement in placements if not placement.is_replicate()]
+        if dims:
+            alike[tuple([tensor.device_mesh.get_group(dim) for dim in dims])].append(index)
+    for groups, indices in alike.items():
+        together = torch.stack([sums[index] for index in indices])
+        for group in groups:
+            dist.all_reduce(together, group=group)
+        for index, total in zip(indices, together, strict=True):
+            sums[index] = total
+    return sums
 
 
 def finite(tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:

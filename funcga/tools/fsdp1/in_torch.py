@@ -6,10 +6,9 @@
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
-from itertools import chain
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from funcga._call import supported
@@ -37,10 +36,7 @@ class FSDP1(Wrapper):
     def parts(self) -> list[FullyShardedDataParallel]:
         """All modules that are wrapped."""
         return [
-            m
-            for root in self.wrapped
-            for m in root.modules()
-            if isinstance(m, FullyShardedDataParallel)
+            part for root in self.wrapped for part in FullyShardedDataParallel.fsdp_modules(root)
         ]
 
     def covered(self) -> set[int]:
@@ -49,11 +45,11 @@ class FSDP1(Wrapper):
 
     def leaves(self) -> dict[int, torch.Tensor]:
         """The flat parameters."""
-        flats = [private.params_of_fsdp1(part)[:1] for part in self.parts]
-        return {id(flat): flat for flat in chain(*flats)}
+        flats = map(private.flat_param_of, self.parts)
+        return {id(flat): flat for flat in flats if flat is not None}
 
     @cached_property
-    def groups(self) -> list[list[dist.ProcessGroup]]:
+    def groups(self) -> list[list[Any]]:
         """The group that shards, and for HYBRID_SHARD the one that replicates."""
         return [private.groups_of_fsdp1(part) for part in self.parts]
 
@@ -72,20 +68,17 @@ class FSDP1(Wrapper):
         Raises FuncgaError if there are unsharded sums of the user's, since FSDP1 keeps them where
         the shards go; or unsharded parameters, since some would then have no gradient.
         """
-        problems = {
-            "grad": "has gradients of a "
-            ".backward() in no_sync(), which would be reduced along with those of this call. "
-            "First end that window by a backward pass outside of no_sync(), or drop it: "
-            "module.zero_grad().",
-            "data": "an error in an earlier pass has left its parameters unsharded, so that "
-            "gradients would be missing. Wrap the module anew, and load its parameters: "
-            "module.load_state_dict(state).",
-        }
-        for name, problem in problems.items():
-            if any(private.is_unsharded(part, name) for part in self.parts):
-                raise FuncgaError(
-                    f"the module is wrapped by FullyShardedDataParallel and {problem}"
-                )
+        if any(
+            private.is_unsharded(part, name) for part in self.parts for name in ("grad", "data")
+        ):
+            raise FuncgaError(
+                "the module is wrapped by FullyShardedDataParallel and has gradients of a "
+                ".backward() in no_sync(), which would be reduced along with those of this call: "
+                "first end that window by a backward pass outside of no_sync(), or drop it, "
+                "module.zero_grad(). Or an error in an earlier pass has left its parameters "
+                "unsharded, so that gradients would be missing: wrap the module anew, and load its "
+                "parameters, module.load_state_dict(state)."
+            )
         return super().window()
 
     def flags(self, syncs: bool) -> Flags:
@@ -95,35 +88,26 @@ class FSDP1(Wrapper):
     @contextmanager
     def synchronising(self) -> Iterator[None]:
         """Checks that every flat parameter is reached: else its gradient would stay that of this
-        replica alone.
+        replica alone. Where parameters are sharded, torch itself fails an assertion.
         """
         # With sync="every" each micro-batch has been reduced by itself, and nothing waits for the
         # last pass.
         flats = self.leaves().values() if self.sync == "last" else ()
-        before = [(flat, _mark(flat)) for flat in flats]
-        try:
-            yield
-            if not any(earlier is not None and _mark(flat) == earlier for flat, earlier in before):
-                return
-        except AssertionError as error:
-            # Where parameters are sharded, torch itself fails an assertion. Any other one is not
-            # about this.
-            if not private.says_that_a_shard_is_missing(error):
-                raise
-        raise FuncgaError(
-            "the last micro-batch does not use all of the module that is wrapped by "
-            "FullyShardedDataParallel, and it synchronises only what that backward pass reaches. "
-            "Use all wrapped parts in every micro-batch, or "
-            'synchronise every one: module_value_and_grad(module, loss_fn, sync="every").'
-        )
+        before = [(flat, _mark(flat)) for flat in flats if flat.grad is not None]
+        yield
+        if any(_mark(flat) == earlier for flat, earlier in before):
+            raise FuncgaError(
+                "the last micro-batch does not use all of the module that is wrapped by "
+                "FullyShardedDataParallel, and it synchronises only what that backward pass "
+                "reaches. Use all wrapped parts in every micro-batch, or synchronise every one: "
+                'module_value_and_grad(module, loss_fn, sync="every").'
+            )
 
     def recover(self) -> None:
         """Drops the sums, and lets the next forward pass begin anew."""
         private.reset_fsdp1(self.wrapped, self.parts)
 
 
-def _mark(flat: torch.Tensor) -> tuple[int, int] | None:
-    """A mark that changes whenever a `.grad` is replaced or written to; None without one."""
-    if flat.grad is None:
-        return None
+def _mark(flat: Any) -> tuple[int, int]:
+    """A mark that changes whenever a `.grad` is replaced or written to."""
     return _private.storage_key(flat.grad), _private.version(flat.grad)

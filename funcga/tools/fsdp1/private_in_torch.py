@@ -46,16 +46,9 @@ def whole_of_flat(flat: object) -> torch.Tensor | None:
     return getattr(flat, "_full_param_padded", None)
 
 
-def says_that_a_shard_is_missing(error: AssertionError) -> bool:
-    """Whether the last backward pass did not come to a flat parameter, which is found out when
-    all are sharded.
-    """
-    return "_saved_grad_shard" in str(error)
-
-
 def reset_fsdp1(roots: Sequence[Any], modules: Sequence[Any]) -> None:
     """Drops all sums, and the traces of a pass that an error has ended, as torch does at the end of
-    one. Without `reshard` parameters stay unsharded.
+    one.
     """
     for module in modules:
         module.training_state, handle = type(module.training_state).IDLE, module._handle
@@ -70,6 +63,6 @@ def reset_fsdp1(roots: Sequence[Any], modules: Sequence[Any]) -> None:
                 handle._prefetched
             ) = False
             if getattr(flat, "_local_shard", None) is not None:  # as from the first pass on
-                getattr(handle, "reshard", bool)(handle.uses_sharded_strategy)
+                handle.reshard(handle.uses_sharded_strategy)
     for root in roots:
         root._post_backward_callback_queued = False

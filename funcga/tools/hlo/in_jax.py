@@ -1,7 +1,7 @@
 """The collectives of a compiled step, by the depth of the loops around them."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from math import prod
 from typing import NamedTuple
 
@@ -53,16 +53,34 @@ def collectives(fn: Callable[..., Tree], *args: Tree, **kwargs: Tree) -> list[Co
         {0}
     """
     jitted = fn if hasattr(fn, "lower") else jax.jit(fn)
-    text = jitted.lower(*args, **kwargs).compile().as_text()
-    return list(_collectives(text or ""))
-
-
-class _Instruction(NamedTuple):
-    name: str
-    type: str
-    operation: str
-    operands: str
-    attributes: str
+    text = jitted.lower(*args, **kwargs).compile().as_text() or ""
+    # The text is a list of computations, "name (parameters) -> type {", with a line for each
+    # instruction, "name = type operation(operands), attributes", of which some call other
+    # computations. What is called stands before what calls it.
+    here = entry = ""
+    calls = dict[str, list[tuple[str, bool]]]()  # what a computation calls, and whether in a loop
+    sizes, found = dict[tuple[str, str], int](), list[tuple[str, str, list[str]]]()
+    for line in text.splitlines():
+        if header := _HEADER.match(line):
+            here = header[2]
+            entry, calls[here] = here if header[1] else entry, []
+        elif instruction := _INSTRUCTION.match(line):
+            name, type_of_result, operation, operands, attributes = instruction.groups("")
+            sizes[here, name] = _bytes(type_of_result)
+            # An asynchronous collective is two instructions, "-start" and "-done"; the first has
+            # the operands.
+            kind = operation.removesuffix("-start")
+            if kind in _KINDS:
+                found.append((here, kind, re.findall(r"%([\w.\-]+)", operands)))
+            for called in _CALLED.findall(attributes):
+                names = called.strip("{}").split(",")
+                calls[here] += [(name.strip(" %"), operation == "while") for name in names]
+    depths = _depths(entry, calls)
+    return [
+        Collective(kind, depths[here], sum(sizes.get((here, name), 0) for name in operands))
+        for here, kind, operands in found
+        if here in depths
+    ]
 
 
 _KINDS = (
@@ -76,74 +94,32 @@ _KINDS = (
 )
 _HEADER = re.compile(r"^(ENTRY\s+)?%?([\w.\-]+)\s.*->.*\{\s*$")
 # Tuple types and tiles, `{1,0:T(8,128)}`, have parentheses, too.
-_START = re.compile(r"^\s+(?:ROOT\s+)?%?([\w.\-]+)\s+=\s+(.*?)\s([a-z][\w\-]*)\((.*?)\)(,\s.*)?$")
-_CALLED = re.compile(
-    r"\b(body|condition|calls|to_apply|true_computation|false_computation|\w*computations)=(\{[^}]*\}|%?[\w.\-]+)"
+_INSTRUCTION = re.compile(
+    r"^\s+(?:ROOT\s+)?%?([\w.\-]+)\s+=\s+(.*?)\s([a-z][\w\-]*)\((.*?)\)(,\s.*)?$"
 )
-_ARRAY = re.compile(r"\b(pred|token|[a-z]+\d+\w*)\[([\d,<=]*)\]")
+_CALLED = re.compile(
+    r"\b(?:body|condition|calls|to_apply|true_computation|false_computation|\w*computations)="
+    r"(\{[^}]*\}|%?[\w.\-]+)"
+)
+_ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,<=]*)\]")
 
 
-def _collectives(text: str) -> Iterator[Collective]:
-    entry, computations = _computations(text)
-    depths = _depths(entry, computations)
-    for computation, instructions in computations.items():
-        types = {instruction.name: instruction.type for instruction in instructions}
-        for instruction in instructions:
-            # An asynchronous collective is two instructions, "-start" and "-done"; the first has
-            # the operands.
-            kind = instruction.operation.removesuffix("-start")
-            if kind in _KINDS and computation in depths:
-                operands = re.findall(r"%([\w.\-]+)", instruction.operands)
-                size = sum(_bytes(types.get(name, "")) for name in operands)
-                yield Collective(kind, depths[computation], size)
-
-
-# The text is a list of computations, "name (parameters) -> type {", with a line for each
-# instruction, "name = type operation(operands), attributes", of which some call other computations.
-
-
-def _computations(text: str) -> tuple[str, dict[str, list[_Instruction]]]:
-    """The name of the computation that runs first, and the instructions of each."""
-    entry, here = "", list[_Instruction]()
-    computations: dict[str, list[_Instruction]] = {}
-    for line in text.splitlines():
-        if header := _HEADER.match(line):
-            here = computations.setdefault(header[2], [])
-            entry = header[2] if header[1] else entry
-        elif start := _START.match(line):
-            here.append(_Instruction(*start.groups("")))
-    return entry, computations
-
-
-def _depths(entry: str, computations: dict[str, list[_Instruction]]) -> dict[str, int]:
+def _depths(entry: str, calls: dict[str, list[tuple[str, bool]]]) -> dict[str, int]:
     """How many loops each computation that runs is in, at most."""
     # From the entry, so that unused computations have no depth.
-    depths: dict[str, int] = {}
-    waiting = [(entry, 0)]
-    while waiting:
-        name, depth = waiting.pop()
-        # The deepest call counts.
-        if name not in computations or depths.get(name, -1) >= depth:
-            continue
-        depths[name] = depth
-        for instruction in computations[name]:
-            inside = depth + (instruction.operation == "while")
-            for _, called in _CALLED.findall(instruction.attributes):
-                waiting += [(other.strip(" %"), inside) for other in called.strip("{}").split(",")]
+    depths = {entry: 0}
+    for caller in reversed(calls):
+        for called, is_loop in calls[caller] if caller in depths else ():
+            depths[called] = max(depths.get(called, 0), depths[caller] + is_loop)
     return depths
 
 
-def _bytes(type: str) -> int:
-    """The bytes of the arrays in a type such as `(f32[8,3]{1,0}, s32[])`."""
-    return sum(
-        -(-_bits(name) * prod(int(size.strip("<=")) for size in sizes.split(",") if size) // 8)
-        for name, sizes in _ARRAY.findall(type)
-    )
-
-
-def _bits(name: str) -> int:
-    """The bits of an element: `f32` has 32, `pred` 8, `f8e4m3fn` 8, `c64` 64, a token none."""
-    if name == "pred":
-        return 8
-    digits = re.match(r"[a-z]+(\d+)", name)
-    return int(digits[1]) if digits else 0
+def _bytes(type_of_result: str) -> int:
+    """The bytes of the arrays in a type such as `(f32[8,3]{1,0}, s32[])`: of an element `f32` has
+    32 bits, `f8e4m3fn` 8, `c64` 64, and `pred` 8.
+    """
+    total = 0
+    for _, bits, sizes in _ARRAY.findall(type_of_result):
+        count = prod(int(size.strip("<=")) for size in sizes.split(",") if size)
+        total += -(-int(bits or 8) * count // 8)
+    return total

@@ -2,95 +2,350 @@
 
 An observer is another fold of the same values. Every leaf of a micro-batch's gradient is
 measured where it is computed, which gives one number. These numbers are folded over all
-micro-batches and replicas, as any output of grad_fn. At the end the observer gets their fold,
-and the same measure of the gradient that the step returns. So no gradient is stored, copied or
-read twice.
+micro-batches and replicas, as any output of grad_fn: what is folded is (measures, output). At the
+end the observer gets their fold, and the same measure of the gradient that the step returns. So no
+gradient is stored, copied or read twice.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
-from funcga import monoids, normalizers
-from funcga._types import Array, Namespace, Reduced, Scalar, Tree
-from funcga.folds import Fold
-from funcga.reducers import Reducer
+from funcga import normalizers
+from funcga._backend import Backend
+from funcga._backend.prefixes import paths_and_leaves
+from funcga._call import Program
+from funcga._call.arguments import Arguments
+from funcga._fold.accumulator import Accumulation, Folding
+from funcga._fold.outputs import Outputs, broadcast_folds
+from funcga._tools import load
+from funcga._types import Array, GradFn, Scalar, Structure, Tree
+from funcga.errors import FuncgaError, listed
+from funcga.folds import Fold, FoldTree
+from funcga.observers import Observed, Observer, squared_norm
 
 
-def squared_norm(xp: Namespace, leaf: Array) -> Array:
-    """The sum of the squared absolute values of all elements. Each backend has a faster version."""
-    return abs(leaf * leaf).sum()
+def observed(program: Program, observe: Tree) -> Program:
+    """The program that returns (result, observation)."""
+    observers = Observers(observe, program.grad_fn)
+    program.memory.options["observe="] = observers.name
+    return replace(program, watch=observers, epilogues=(*program.epilogues, observers.observed))
 
 
-class Observed(NamedTuple):
-    """What `Observer.finish` gets. Groups of leaves are on the last axis of each array.
-
-    Attributes:
-        folded: The fold of the measures of all micro-batches.
-        result: The measure of the weighted mean of the micro-batches' gradients, [groups].
-        factor: What that mean is to be multiplied by to be the gradient without a loss scale: 1 for
-            mean() and per_weight(), the total weight for sum().
-
-    Example:
-        >>> finish = lambda xp, observed: observed.factor * xp.sqrt(observed.result)
-        >>> # the norm of the gradient that the step returns
-        >>> norm = funcga.observers.Observer(funcga.mean(), finish)
-        >>> step = funcga.accumulate(funcga.grad(lambda w, x: (w * x).mean()), 2, observe=norm)
-        >>> step(torch.tensor(1.0), torch.tensor([2.0, 4.0]))
-        (tensor(3.), tensor(3.))
+class Observers:
+    """The observers of a step, in the tree that they were given in, and the function whose
+    gradients they observe.
     """
 
-    folded: Reduced
-    result: Array
-    factor: Scalar
+    def __init__(self, tree: Tree, grad_fn: GradFn | None = None):
+        self.tree, self.grad_fn, self.all = tree, grad_fn, list[Observer]()
+        # The last Readings of each structure, and the dtypes that they are for; set by `readings`.
+        self.known: dict[Structure, tuple[object, Readings]] = {}
+        _mapped(self.all.append, tree)
+        # Their folds, in words: replicas have to observe alike.
+        self.name = ", ".join([f"an Observer of {observer.fold!r}" for observer in self.all])
+
+    def readings(self, program: Program, value: Tree, arguments: Arguments) -> "Readings":
+        """The Readings of outputs like this value, which grad_fn has returned for the arguments."""
+        backend = arguments.backend
+        leaves, structure = backend.trees.flatten(value)
+        dtypes = [getattr(leaf, "dtype", None) for leaf in leaves]
+        known, readings = self.known.get(structure, ((), None))
+        if known != dtypes or readings is None:
+            # A gradient function of funcga says which part the gradient is. It is the one that was
+            # given: the loop may have made another of it.
+            gradient_in = getattr(self.grad_fn, "gradient_in", None)
+            if gradient_in is None:
+                gradient_in = partial(_locate, leaves, arguments.parts[0].value, backend)
+            readings = Readings(self, program.fold, value, gradient_in, backend)
+            self.known[structure] = dtypes, readings
+        return readings
+
+    def observed(
+        self,
+        program: Program,
+        backend: Backend,
+        result: Tree,
+        kwargs: dict[str, Tree],
+        arguments: Arguments | None = None,
+    ) -> Tree:
+        """(value, observation), from the result of a finished window. `arguments` are those of
+        the call if no micro-batch has been bound.
+        """
+        folded, value = result
+        if arguments is None:
+            _, readings = self.known[backend.trees.flatten(value)[1]]
+        else:
+            readings = self.readings(program, value, arguments)
+        scale = kwargs["loss_scale"] if getattr(self.grad_fn, "scaled", False) else 1.0
+        return value, readings.observation(folded, value, scale)
 
 
-@dataclass(frozen=True)
-class Observer:
-    """What `observe=` takes: a fold over the measures of the micro-batches' gradients, and what is
-    made of it.
+def _mapped(function: Callable[[Observer], Tree], tree: Tree) -> Tree:
+    """The tree with what the function returns in place of each observer."""
+    if isinstance(tree, dict) and tree:
+        return {key: _mapped(function, child) for key, child in tree.items()}
+    if isinstance(tree, list | tuple) and tree:
+        return type(tree)([_mapped(function, child) for child in tree])
+    if isinstance(tree, Observer):
+        return function(tree)
+    raise FuncgaError(
+        f"{tree!r} in observe= is no observer. Pass one, such as funcga.gradient_noise(), which is "
+        "called, or a dict, tuple or list of them."
+    )
 
-    A micro-batch's gradient is in the units of a mean: what grad_fn returns under `mean()`, and
-    under `per_weight()` and `sum()` that divided by the micro-batch's weight.
 
-    Args:
-        fold: What is folded: for each micro-batch the measures of its gradient, [groups], with its
-            weight.
-        finish: `finish(xp, observed)` of an `Observed` returns the observation: an array, or a tree
-            of arrays, with the groups on the last axis of each. It is an array function, and in JAX
-            it is traced.
-        measure: `measure(xp, leaf)` of an array, a number: a sum over its elements, so that the
-            measure of a group is the sum of those of its leaves. By default the squared norm.
-        degree: The degree of the measure: that of `c * leaf` is `c**degree` times that of the leaf,
-            for c > 0.
-        groups: `groups(path)` of a leaf's dotted path in the gradient, such as "layers.0.weight",
-            returns the name of its group, a string, or None to leave it out. Then the observation
-            is a dict, with an entry for each group. By default all leaves together are one group,
-            and its observation comes as it is.
+class Readings:
+    """How outputs of grad_fn like a value are measured.
 
-    Example:
-        >>> norm = lambda xp, observed: xp.sqrt(observed.folded)
-        >>> largest = funcga.observers.Observer(funcga.max(), norm)
-        >>> step = funcga.accumulate(funcga.grad(lambda w, x: (w * x).mean()), 2, observe=largest)
-        >>> # the largest norm of a micro-batch's gradient
-        >>> step(torch.tensor(1.0), torch.tensor([2.0, 4.0]))
-        (tensor(3.), tensor(4.))
+    The measures of a micro-batch are one number, which is folded as a gradient of ones is, and
+    [groups] for each observer, by these `folds`. The gradient is at `indices` among the leaves of
+    (measures, output). `groups` has the places there of each group's leaves, and `dtype` is that
+    of measures.
     """
 
-    fold: Fold
-    finish: Callable[[Namespace, Observed], Tree]
-    measure: Callable[[Namespace, Array], Array] = squared_norm
-    degree: int = 2
-    groups: Callable[[str], str | None] | None = None
+    def __init__(
+        self,
+        observers: Observers,
+        fold: FoldTree,
+        value: Tree,
+        gradient_in: Callable[[Tree], Tree],
+        backend: Backend,
+    ):
+        """`gradient_in` returns the part of a value that is the gradient."""
+        self.observers, self.tree, self.backend = observers.all, observers.tree, backend
+        self.tool = load(f"observe.in_{backend.name}", "observe=")
+        self.arrays, xp = backend.arrays, backend.arrays.xp
+        leaves, structure = backend.trees.flatten(value)
+        gradient = gradient_in(backend.trees.unflatten(structure, [*range(len(leaves))]))
+        located = [
+            (path, index)
+            for path, index in paths_and_leaves(gradient, backend.trees.children)
+            if index is not None and leaves[index] is not None
+        ]
+        paths, indices = zip(*located, strict=True)
+        folds = broadcast_folds(fold, value, len(leaves), backend)
+        of_ones = _fold_of_ones([folds[index].value for index in indices])
+        self.is_weighted = of_ones.reducer.linear
+        self.folds = of_ones, *[observer.fold for observer in self.observers]
+        self.indices = [len(self.folds) + index for index in indices]
+        self.groups = [_groups(observer, paths) for observer in self.observers]
+        is_double = any(leaves[i].dtype in (xp.float64, xp.complex128) for i in indices)
+        self.dtype = xp.float64 if is_double else xp.float32
+        # The measures of a leaf, each computed once for all observers.
+        self.measures = [*dict.fromkeys(observer.measure for observer in self.observers)]
+        self.are_norms = self.measures == [squared_norm]
+
+    def of_gradient(self, *window: Any) -> Any:
+        """A gradient function of torch, observed in a window."""
+        return self.tool.ObservedGradient(self, *window)
+
+    def placeholders(self, like: Array) -> Tree:
+        """Zeros in place of measures, on the device of `like`."""
+        zero = self.arrays.xp.zeros_like(like, dtype=self.dtype).reshape(-1)[:1]
+        return zero, *[zero.repeat(len(groups)) for groups in self.groups]
+
+    # --- a micro-batch
+
+    def row(self, leaf: Array) -> Array:
+        """The measures of an array, [measures]; a number, if there is one measure."""
+        xp, cast = self.arrays.xp, self.arrays.cast
+        wide = cast(leaf, self.arrays.accumulator_dtype(leaf.dtype))
+        row = [cast(measure(xp, wide), self.dtype) for measure in self.measures]
+        return xp.stack(row) if len(row) > 1 else row[0]
+
+    def measured(self, value: Tree, weight: Scalar) -> Tree:
+        """(measures, value) of a micro-batch of which grad_fn returned this value."""
+        leaves = [*self.folds, *self.backend.trees.flatten(value)[0]]
+        return tuple(self.leaves_for(leaves, weight)), value
+
+    def leaves_for(
+        self,
+        leaves: Any,
+        weight: Scalar,
+        known: Mapping[int, Array] | None = None,
+        seed: Scalar = 1.0,
+    ) -> list[Array]:
+        """The measures of a micro-batch, from the leaves of (anything, output); `known` are the
+        rows of leaves that are measured already, and `seed` is the factor of the gradient.
+        """
+        xp, vectors = self.arrays.xp, self._vectors(leaves, known or {})
+        # A micro-batch of weight 0 counts as zeros, as there may be no backward pass for it.
+        if self.arrays.is_array(weight):
+            weight = self.arrays.cast(weight, self.dtype, vectors[0])
+            vectors = [xp.where(weight != 0, vector, 0) for vector in vectors]
+            divisor = xp.where(weight != 0, weight, 1)
+        else:
+            vectors = vectors if weight else [*map(xp.zeros_like, vectors)]
+            divisor = float(weight) or 1.0
+        # A gradient of ones in the mean, which is the sum over a micro-batch divided by its weight.
+        one, scale = xp.ones_like(vectors[0][:1]), seed
+        if not self.is_weighted:
+            one, scale = one * weight, seed * divisor
+        if not (isinstance(scale, float) and scale == 1):
+            pairs = zip(vectors, self.observers, strict=True)
+            vectors = [vector / scale**observer.degree for vector, observer in pairs]
+        return [one, *vectors]
+
+    def _vectors(self, leaves: Any, known: Mapping[int, Array]) -> list[Array]:
+        """The measures of each observer's groups, [groups], of such leaves."""
+        xp, vectors = self.arrays.xp, list[Array]()
+        others = [index for index in self.indices if index not in known]
+        new = self.tool.rows(self, [leaves[index] for index in others])
+        rows = {**known, **dict(zip(others, new, strict=True))}
+        measures = xp.stack([rows[index] for index in self.indices])
+        measures = measures.reshape(len(self.indices), -1)
+        for observer, groups in zip(self.observers, self.groups, strict=True):
+            column = measures[:, self.measures.index(observer.measure)]
+            if [*map(len, groups.values())] == [len(self.indices)]:
+                vectors.append(column.sum()[None])
+            else:
+                numbers = [*column]
+                of_groups = [[numbers[place] for place in group] for group in groups.values()]
+                vectors.append(xp.stack([xp.stack(group).sum() for group in of_groups]))
+        return vectors
+
+    # --- the end of a window
+
+    def observation(self, folded: Sequence[Array], value: Tree, loss_scale: Scalar = 1.0) -> Tree:
+        """The observation of a finished window: `folded` are the results of the measures."""
+        (factor,), trees, xp = folded[0], self.backend.trees, self.arrays.xp
+        results = self._vectors([*folded, *trees.flatten(value)[0]], {})
+        if self.arrays.is_array(loss_scale):
+            loss_scale = self.arrays.cast(loss_scale, self.dtype)
+        divisor = xp.where(factor == 0, 1, factor)  # of a window that weighs nothing
+        observations = list[Tree]()
+        for observer, groups, of_microbatches, result in zip(
+            self.observers, self.groups, folded[1:], results, strict=True
+        ):
+            result = self.arrays.cast(result, self.dtype, factor) / divisor**observer.degree
+            seen = Observed(of_microbatches, result, divisor / loss_scale)
+            # Arrays with the groups on their last axis: the observation of each.
+            leaves, structure = trees.flatten(observer.finish(xp, seen))
+            of_groups = {
+                name: trees.unflatten(structure, [leaf[..., k] for leaf in leaves])
+                for k, name in enumerate(groups)
+            }
+            observations.append(of_groups[""] if observer.groups is None else of_groups)
+        each = iter(observations)
+        return _mapped(lambda _: next(each), self.tree)
 
 
-ObserverTree: TypeAlias = Observer | Mapping[str, Any] | Sequence[Any]
-"""An Observer, or a dict, tuple or list of such trees."""
+def _groups(observer: Observer, paths: Sequence[str]) -> dict[str, list[int]]:
+    """The places of the leaves of each group. Raises FuncgaError if no leaf has one."""
+    groups: dict[str, list[int]] = {}
+    for place, path in enumerate(paths):
+        name = "" if observer.groups is None else observer.groups(path)
+        if name is not None:
+            groups.setdefault(name, []).append(place)
+    if not groups:
+        raise FuncgaError(
+            f"there is no leaf to observe: the gradient has the leaves {listed(paths)}, and groups "
+            "returned None for all of them. Return the name of a group for some."
+        )
+    # Sorted, as a dict of gradients may come in another order.
+    return dict(sorted(groups.items()))
 
 
-def _counted(xp: Namespace, value: Array, weight: Scalar) -> Array:
-    return xp.stack([value[0] * weight, value[1]])
+def _fold_of_ones(folds: Sequence[Fold]) -> Fold:
+    """The fold of all leaves of a gradient, in the dtype of measures. Raises FuncgaError unless it
+    is one sum, which only the weight or the number of micro-batches divides.
+    """
+    plain = [fold.plain for fold in folds]
+    reducer, normalizer = plain[0].reducer, plain[0].normalizer
+    kinds = {(fold.reducer.lift, fold.reducer.monoid, fold.normalizer.apply) for fold in plain}
+    only_divides = normalizer.divides_by or normalizer.apply is normalizers.identity.apply
+    if len(kinds) > 1 or not (reducer.additive and only_divides):
+        names = listed(sorted({f"({fold.name})" for fold in folds}))
+        raise FuncgaError(
+            f"observe= was given, and the leaves of the gradient are folded by {names}: what is "
+            "observed is how one mean of gradients comes about. Fold all of them alike, with "
+            "funcga.mean(), per_weight() or sum()."
+        )
+    return Fold(replace(reducer, dtype=None), replace(normalizer, dtype=None))
 
 
-# The total weight and the number of micro-batches, of values [1, 1].
-COUNTS = Fold(Reducer(_counted, monoids.sum, kinds=("float",)), normalizers.identity)
+def _locate(leaves: Sequence[Any], params: Tree, backend: Backend, numbered: Tree) -> Tree:
+    """The part of a value that looks like the params, a gradient. Raises FuncgaError if there is
+    none, or more than one.
+    """
+
+    def parts(tree: Tree) -> Iterator[Tree]:
+        yield tree
+        for child in tree if isinstance(tree, tuple | list) else ():
+            yield from parts(child)
+
+    def look(tree: Tree, leaf_at: Callable[[Any], Any]) -> object:
+        indices, structure = backend.trees.flatten(tree)
+        return structure, [getattr(leaf_at(index), "shape", None) for index in indices]
+
+    wanted = look(params, lambda leaf: leaf)
+    found = [part for part in parts(numbered) if look(part, leaves.__getitem__) == wanted]
+    if len(found) == 1:
+        return found[0]
+    which = "more than one part" if found else "no part"
+    raise FuncgaError(
+        f"observe= was given, and {which} of what grad_fn returns looks like its first argument, "
+        "as a gradient does. Write grad_fn as funcga.value_and_grad(loss_fn), which says where the "
+        "gradient is."
+    )
+
+
+# --- multi_steps
+
+
+class ObservedFolding(Folding):
+    """The fold of (measures, gradients) in the state of a `multi_steps`."""
+
+    readings: Readings  # set by `bind`, of gradients like those of the last call
+
+    def __init__(self, fold: FoldTree, observe: Tree, scales: bool):
+        """`scales`: whether gradients come with the scale of a loss_scaled."""
+        super().__init__(fold, "params")
+        self.of_gradients, self.observers, self.scales = fold, Observers(observe), scales
+        self.before = 1 + len(self.observers.all)
+        self.options = {"observe=": self.observers.name}  # replicas have to observe alike
+
+    def __reduce__(self) -> Any:
+        """Pickled without what was cached."""
+        return type(self), (self.of_gradients, self.observers.tree, self.scales)
+
+    def bind(
+        self, value: Tree, backend: Backend, shaped: bool = True
+    ) -> tuple[Outputs, list[Array]]:
+        """The Outputs for values like this one, and its leaves, with zeros for the measures."""
+        grads, is_array = value[1], backend.arrays.is_array
+        readings = Readings(self.observers, self.of_gradients, grads, lambda value: value, backend)
+        self.readings, self.fold = readings, (readings.folds, self.of_gradients)
+        leaves = filter(is_array, backend.trees.flatten(grads)[0])
+        measures = readings.placeholders(next(leaves, backend.arrays.as_array(0.0)))
+        return super().bind((measures, grads), backend, shaped)
+
+    def empty(self, params: Tree, backend: Backend) -> tuple[Accumulation, Tree]:
+        """The empty window for gradients like these params, and what a state has as `observed`
+        before the first update: NaN, in the structure and dtypes of later observations.
+        """
+        window, _ = super().empty((None, params), backend)
+        observe = lambda: self.readings.observation(*window.outputs.structure_of(window.finished()))
+        return window, self.readings.tool.unknown(observe)
+
+    def folded(self, leaves: list[Array], weight: Scalar) -> list[Array]:
+        """The leaves that are folded of a micro-batch with these leaves of its gradients."""
+        return [*self.readings.leaves_for([*self.readings.folds, *leaves], weight), *leaves]
+
+    def observing(self, run: Callable[..., tuple[Tree, Tree]]) -> Callable[..., tuple[Tree, Tree]]:
+        """The function of an update, which also observes its window."""
+
+        def observed(states: Tree, params: Tree, given: Tree) -> tuple[Tree, Tree]:
+            inner, ((measures, grads), extra) = states[0], given
+            scaled, scale = inner, 1.0
+            if self.scales:
+                while type(scaled) is tuple:  # a chain, whose first is a loss_scaled
+                    scaled = scaled[0]
+                scale = scaled.scale
+            observation = self.readings.observation(measures, grads, scale)
+            result, inner = run(inner, params, (grads, extra))
+            return result, (inner, observation)
+
+        return observed

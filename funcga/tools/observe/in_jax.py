@@ -1,12 +1,18 @@
-"""Observations before the first update, in JAX."""
+"""Observers in JAX."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from funcga._types import Tree
+from funcga.tools.observe import Readings
+
+
+def rows(readings: Readings, leaves: Sequence[jax.Array]) -> list[jax.Array]:
+    """The measures of arrays; XLA knows where they are."""
+    return [*map(readings.row, leaves)]
 
 
 def unknown(compute: Callable[[], Tree]) -> Tree:

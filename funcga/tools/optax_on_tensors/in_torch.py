@@ -12,15 +12,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from funcga._backend.dispatch import load
-from funcga._backend.prefixes import leaf_paths
 from funcga._transform import Transform
 from funcga._types import Tree
-from funcga.errors import FuncgaError
 from funcga.tools.optimizers.chain_in_torch import check_not_differentiated
-from funcga.tools.trees import converted, in_torch, side
-from torch_backend import arrays, trees
-from torch_backend.dtensor import is_dtensor
+from funcga.tools.trees import converted, in_torch
+from torch_backend import trees
 from torch_backend.parameters import matched
 
 if TYPE_CHECKING:
@@ -50,8 +46,7 @@ def from_optax(tx: "optax.GradientTransformation") -> Transform:
         A transform like those of `from_optimizer`.
 
     Raises:
-        FuncgaError: If `tx` is not an optax transform, or JAX or optax is not installed. The
-            functions raise it for DTensors, sparse tensors, and structures that differ.
+        FuncgaError: The functions raise it for DTensors, and structures that differ.
 
     Example:
         >>> params, grads = {"w": torch.ones(2)}, {"w": torch.tensor([30.0, 40.0])}
@@ -61,19 +56,8 @@ def from_optax(tx: "optax.GradientTransformation") -> Transform:
         >>> updates
         {'w': tensor([-0.6000, -0.8000])}
     """
-    try:
-        import optax
-    except ImportError as error:
-        raise FuncgaError(
-            f"from_optax computes with JAX, and {error.name} is not installed: pip install "
-            "'funcga[jax]'."
-        ) from error
-    if not isinstance(tx, optax.GradientTransformation):
-        raise FuncgaError(
-            f"tx is {tx!r}, which is no transform of optax. Pass one, such as optax.adamw(1e-3); a "
-            "transform of torch functions is one here as it is, and one of torch.optim is made by "
-            "torch_backend.from_optimizer."
-        )
+    import optax
+
     # With extra arguments a transform that takes none ignores them.
     compiled_init, compiled_update = _compiled(optax.with_extra_args_support(tx))
 
@@ -89,7 +73,7 @@ def from_optax(tx: "optax.GradientTransformation") -> Transform:
         arguments = {"grads": filled, "state": state, "params": params, "extra": others}
         compute = lambda arguments: compiled_update(arguments, tuple(functions.items()))
         updates, after = in_jax(compute, arguments)
-        leaves = matched(updates, filled, "updates", like_name="grads")
+        leaves = matched(updates, filled, "updates")
         return trees.unflatten(trees.flatten(filled)[1], leaves), after
 
     return Transform(init, update)
@@ -153,13 +137,12 @@ def in_jax(function: Callable[[dict[str, Tree]], Tree], arguments: dict[str, Tre
     """
     import jax
 
-    tensors = [
-        tensor for name, tree in arguments.items() for tensor in _checked_tensors(tree, name)
-    ]
+    leaves = [leaf for tree in arguments.values() for leaf in trees.flatten(tree)[0]]
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     is_wide = any(tensor.dtype in _WIDE for tensor in tensors)
     with jax.enable_x64(True) if is_wide else contextlib.nullcontext():
         jax_arguments = {
-            name: converted(tree, load("jax"), copy=None, platforms={"cpu"}, name=name)
+            name: converted(tree, "jax", copy=None, platforms={"cpu"}, name=name)
             for name, tree in arguments.items()
         }
         leaves, structure = jax.tree.flatten(function(jax_arguments))
@@ -167,7 +150,7 @@ def in_jax(function: Callable[[dict[str, Tree]], Tree], arguments: dict[str, Tre
             # The caller may write to the tensors when this returns. A device keeps the order
             # itself.
             jax.block_until_ready(leaves)
-        imports = in_torch.import_arrays(leaves, None)
+        imports = [*map(in_torch.import_array, leaves)]
     # JAX may return an argument as it is, and one array in two places.
     results, addresses = [], {tensor.data_ptr() for tensor in tensors}
     for tensor in imports:
@@ -177,28 +160,3 @@ def in_jax(function: Callable[[dict[str, Tree]], Tree], arguments: dict[str, Tre
 
 
 _WIDE = (torch.float64, torch.int64, torch.uint64, torch.complex128)
-
-
-def _checked_tensors(tree: Tree, name: str) -> list[torch.Tensor]:
-    """The tensors of a tree. Raises FuncgaError for one that JAX cannot use in place."""
-    platforms, tensors = {"cpu", "meta", *side(load("jax")).platforms()}, []
-    for index, leaf in enumerate(trees.flatten(tree)[0]):
-        if not isinstance(leaf, torch.Tensor):
-            continue
-        tensors.append(leaf)
-        problem = None
-        if is_dtensor(leaf) or leaf.layout is not torch.strided:
-            problem = (
-                f"is {'a DTensor' if is_dtensor(leaf) else 'a sparse tensor'} "
-                f"{arrays.describe(leaf)}, which JAX cannot have in the memory where it lies. Use "
-                "an optimizer of torch for it: torch_backend.from_optimizer(torch.optim.AdamW, "
-                "lr=1e-3)."
-            )
-        elif ("gpu" if leaf.is_cuda else leaf.device.type) not in platforms:
-            problem = (
-                f"lies on {leaf.device}, a device that JAX does not have. It must be installed for "
-                "it, too; jax.devices() says what it has."
-            )
-        if problem:
-            raise FuncgaError(f"`{leaf_paths(tree, trees, name)[index]}` {problem}")
-    return tensors

@@ -7,6 +7,6 @@
 
 Only torch needs this tool: in JAX optax has all of it. Nothing here accumulates: a transform takes
 gradients, wherever they come from. `in_torch.py` runs torch's own optimizer on aliases or copies of
-the parameters, with the state of `state_in_torch.py`, which is a tree, and the options of
-`options_in_torch.py`; `chain_in_torch.py` has chains and clipping.
+the parameters, with its state as a tree, and the options of `options_in_torch.py`;
+`chain_in_torch.py` has chains and clipping.
 """

@@ -1,9 +1,10 @@
 """Chains of transforms, and clipping."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -13,12 +14,11 @@ from funcga._transform import DonatingTransform, Traits, Transform, read_transfo
 from funcga._transform.apply import UpdateFunction, traits_of, updated
 from funcga._types import Tree
 from funcga.errors import FuncgaError
-from funcga.tools.optimizers.state_in_torch import copies
 from torch_backend import arrays, trees
 from torch_backend._private import pytree
 from torch_backend.arrays import without_overlap
 from torch_backend.dtensor import is_dtensor
-from torch_backend.parameters import added, apart
+from torch_backend.transforms import added, apart
 
 
 def chain(*transforms: object) -> DonatingTransform:
@@ -205,8 +205,8 @@ def _no_state(params: Tree) -> tuple[()]:
 
 def _no_norm_yet(params: Tree) -> ClipNormState:
     tensors = [leaf for leaf in trees.flatten(params)[0] if leaf is not None]
-    is_wide = any(tensor.dtype.to_real() is torch.float64 for tensor in tensors)
-    dtype = torch.float64 if is_wide else torch.float32
+    dtypes = [tensor.dtype.to_real() for tensor in tensors]
+    dtype = reduce(torch.promote_types, dtypes, torch.float32)
     device = tensors[0].device if tensors else None
     return ClipNormState(torch.full((), torch.nan, dtype=dtype, device=device))
 
@@ -259,3 +259,13 @@ def check_not_differentiated(name: str, tree: Tree) -> None:
             "no derivative. Write the update as a function of tensors, such as `p - lr * g`. If it "
             "is a constant for that loss, compute it under torch.no_grad()."
         )
+
+
+def copies(values: Sequence[Any]) -> list[Any]:
+    """Copies in memory of their own; on a device one kernel copies many tensors."""
+    copied = [torch.empty_like(x) if type(x) is torch.Tensor else deepcopy(x) for x in values]
+    pairs = [pair for pair in zip(copied, values, strict=True) if type(pair[1]) is torch.Tensor]
+    for device in {old.device for _, old in pairs}:  # a kernel takes those of one
+        new, old = zip(*[pair for pair in pairs if pair[1].device == device], strict=True)
+        torch._foreach_copy_(new, old)
+    return copied

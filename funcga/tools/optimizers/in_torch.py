@@ -1,39 +1,50 @@
 """Any optimizer of torch as a transform: its own step, on aliases or copies of the parameters."""
 
-import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import compress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from funcga._backend.prefixes import leaf_paths
 from funcga._transform import DonatingTransform, Traits, Transform
 from funcga._transform.apply import UpdateFunction
 from funcga._types import Tree
 from funcga.errors import FuncgaError
-from funcga.tools.optimizers.chain_in_torch import ClipNormState, check_not_differentiated
+from funcga.tools.optimizers.chain_in_torch import ClipNormState, check_not_differentiated, copies
 from funcga.tools.optimizers.options_in_torch import Options, options_of
-from funcga.tools.optimizers.state_in_torch import (
-    Number,
-    OptimizerState,
-    Slot,
-    copies,
-    order_of_paths,
-    with_strides_of,
-    with_tensors,
-    writable,
-)
 from torch_backend import arrays, trees
 from torch_backend._private import pytree
 from torch_backend.dtensor import local_tensors, without_partials
-from torch_backend.parameters import matched, storages
+from torch_backend.parameters import matched
+from torch_backend.transforms import storages
+
+
+class OptimizerState(NamedTuple):
+    """The state of an optimizer between two updates: a tree of tensors, which can be saved as it
+    is. Of an optimizer of your own it also has what that keeps beside tensors.
+
+    Attributes:
+        count: The number of updates; int32[], on the CPU, where reading it waits for nothing.
+        slots: The tree of the parameters with a dict for each leaf, such as
+            `state.slots["w"]["exp_avg"]`: what the optimizer keeps for that parameter. Zeros before
+            the parameter's first update.
+        started: Whether each parameter has had its first update, in the order of their paths;
+            bool[parameters], on the CPU.
+        weight: The weight of the last update's window, 0 where none was given; float32[].
+    """
+
+    count: torch.Tensor  # type: ignore[assignment]  # a tuple's own method
+    slots: Tree
+    started: torch.Tensor
+    weight: torch.Tensor
+
 
 # For torch.load with weights_only=True.
-torch.serialization.add_safe_globals([ClipNormState, Number, OptimizerState])
+torch.serialization.add_safe_globals([ClipNormState, OptimizerState])
 
 
 def from_optimizer(
@@ -54,8 +65,8 @@ def from_optimizer(
     identical to those of `optimizer.step()`.
 
     Optimizers that evaluate the loss themselves, such as LBFGS, and SparseAdam, which takes no
-    dense gradients, are not supported: call their own step. Extra arguments other than `closure`
-    are ignored, as they may be meant for other transforms of a chain.
+    dense gradients, are not supported: call their own step. Extra arguments are ignored, as they
+    may be meant for other transforms of a chain.
 
     The state is complete after init, so a checkpoint can be restored into it: init takes one step
     on a copy of each parameter to find what the optimizer keeps.
@@ -81,10 +92,11 @@ def from_optimizer(
         The transform.
 
     Raises:
-        FuncgaError: With differentiable=True. The functions raise it if structures or shapes
-            differ, if the state is that of another optimizer, if groups gives an option that the
-            optimizer does not have, and if the optimizer keeps state that belongs to no parameter.
-            What torch or Python refuse, as an optimizer in place of its class, raises their error.
+        FuncgaError: If lr is a function and there is a scheduler, too. The functions raise it if
+            structures differ, if the state is that of another optimizer, if groups gives an option
+            that the optimizer does not have, and if the optimizer keeps state that belongs to no
+            parameter. What torch or Python refuse, as an optimizer in place of its class, raises
+            their error.
 
     Example:
         >>> params, grads = {"w": torch.ones(2)}, {"w": torch.ones(2)}
@@ -94,11 +106,6 @@ def from_optimizer(
         >>> torch_backend.apply_updates(params, updates)
         {'w': tensor([0.5000, 0.5000])}
     """
-    if options.get("differentiable"):
-        raise FuncgaError(
-            "differentiable=True steps through autograd, and an update is computed on a copy, "
-            "without it. Leave it out."
-        )
     if scheduler is not None and callable(options.get("lr")):
         raise FuncgaError(
             "lr is a function of the count of updates, and scheduler sets lr, too. Give one of "
@@ -122,13 +129,12 @@ class _Update(UpdateFunction):
         check_not_differentiated("an optimizer of torch", params)
         leaves, structure = trees.flatten(params)
         tree = partial(trees.unflatten, structure)
-        zeros = pytree.tree_map_only(torch.Tensor, torch.zeros_like, leaves)
-        takes_weight = self.options.take_weight(self.options.grouped(params))
+        zeros = [None if leaf is None else torch.zeros_like(leaf.detach()) for leaf in leaves]
         state = OptimizerState(
             arrays.cast(0, torch.int32),
             tree([{} for _ in leaves]),
             torch.zeros(len(leaves), dtype=torch.bool, device="cpu"),
-            _host_number(torch.nan) if takes_weight else (),
+            arrays.cast(0, torch.float32),
         )
         # Zeros are parameters and gradients at once: this takes no more than one copy of them.
         _, after = self.stepped(False, True, tree(zeros), state, tree(zeros), {"weight": 1.0})
@@ -145,14 +151,7 @@ class _Update(UpdateFunction):
         extra: dict[str, Any],
     ) -> tuple[Tree, OptimizerState]:
         """The updates, or the parameters after the step, and the new state."""
-        if "closure" in extra:
-            raise FuncgaError(
-                "closure= was given, and a transform is given the gradients of one place. Call the "
-                "optimizer itself, optimizer.step(closure), with a closure that assigns what "
-                "accumulate returns."
-            )
         check_not_differentiated("an optimizer of torch", (grads, params))
-        _check_state(state, params)
         leaves, structure = trees.flatten(params)
         gradients = matched(grads, params, "grads")
         with torch.no_grad():
@@ -171,14 +170,7 @@ class _Update(UpdateFunction):
             for tensor in tensors:
                 tensor.grad = None
             if into is None:
-                # The copies become the updates, so that no memory is needed for these. One that was
-                # skipped is not subtracted: an infinite parameter less itself is NaN.
-                moved = [grad is not None for grad in gradients]
-                if any(moved):
-                    changed, unchanged = compress(tensors, moved), compress(aliases, moved)
-                    torch._foreach_sub_(local_tensors([*changed]), local_tensors([*unchanged]))
-                for skipped in compress(tensors, map(operator.not_, moved)):
-                    skipped.zero_()
+                _subtract(tensors, aliases, gradients)
         results = [None if leaf is None else x for leaf, x in zip(leaves, tensors, strict=True)]
         return trees.unflatten(structure, results), after
 
@@ -195,28 +187,29 @@ class _Update(UpdateFunction):
 
         If the state is `owned`, the result reuses its memory, and the gradients may be written to.
         """
+        optimizer = self.options.build(params, tensors, int(state.count), weight)
         slots, flags = matched(state.slots, params, "state.slots"), state.started.tolist()
         # Flags are kept in the order of the paths: a file may return dicts in another order.
-        started = [
-            flag for _, flag in sorted(zip(order_of_paths(flags, params), flags, strict=True))
+        started = dict(zip(_order_of_paths(flags, params), flags, strict=True))
+        # A parameter's first update begins with the optimizer's own state, not with zeros.
+        used = [
+            slot if started[index] or grad is None else {}
+            for index, (slot, grad) in enumerate(zip(slots, grads, strict=True))
         ]
-        optimizer = self.options.build(params, tensors, int(state.count), weight)
-        # A slot is used from its parameter's first update on.
-        used = [slot if begun else {} for slot, begun in zip(slots, started, strict=True)]
-        laid = with_strides_of(grads, tensors)
+        used, grads = _writable(used, tensors, owned), _laid(grads, tensors)
         if self.options.writes_to_gradients(optimizer):
-            laid = arrays.without_overlap(laid if owned else copies(laid))
-        kept = self._run(optimizer, tensors, laid, writable(used, tensors, owned))
-        for index, slot in enumerate(slots):
-            if not started[index]:
-                started[index] = bool(kept[index]) or not slot
-                kept[index] = kept[index] or writable([slot], [tensors[index]], owned)[0]
-        flags = [started[index] for index in order_of_paths(started, params)]
+            grads = arrays.without_overlap(grads if owned else copies(grads))
+        kept = self._run(optimizer, tensors, grads, used)
+        begun = [
+            started[index] or grad is not None or not slots[index]
+            for index, grad in enumerate(grads)
+        ]
+        flags = [begun[index] for index in _order_of_paths(begun, params)]
         return OptimizerState(
             state.count + 1,
             trees.unflatten(trees.flatten(params)[1], kept),
             torch.tensor(flags, dtype=torch.bool, device="cpu"),
-            state.weight if state.weight == () else _host_number(weight),
+            arrays.cast(0 if weight is None else weight, torch.float32).clone(),
         )
 
     def _run(
@@ -224,27 +217,77 @@ class _Update(UpdateFunction):
         optimizer: Optimizer,
         tensors: list[torch.Tensor],
         grads: list[torch.Tensor | None],
-        slots: list[Slot],
-    ) -> list[Slot]:
+        slots: list[dict[str, Any]],
+    ) -> list[dict[str, Any]]:
         """Takes a step, and returns what the optimizer keeps for each tensor."""
-        before = [[*slot] for slot in slots]
+        names = [[*slot] for slot in slots]
         for tensor, grad, slot in zip(tensors, grads, slots, strict=True):
             tensor.grad = grad
             if slot:
                 optimizer.state[tensor] = slot
-        if not self.options.is_stock:
+        if self.options.is_stock:
+            optimizer.step()
+        else:
             _checked_step(optimizer, tensors)
-            return with_tensors([optimizer.state.get(tensor, {}) for tensor in tensors])
-        optimizer.step()
-        kept: list[Slot] = [optimizer.state.get(tensor, {}) for tensor in tensors]
-        for names, slot in zip(before, kept, strict=True):
-            if names and names != [*slot]:
+        kept = [optimizer.state.get(tensor, {}) for tensor in tensors]
+        for before, slot in zip(names, kept, strict=True):
+            if before and before != [*slot]:
                 raise FuncgaError(
-                    f"the state has {', '.join(names)}, and after a step of "
+                    f"the state has {', '.join(before)}, and after a step of "
                     f"{type(optimizer).__name__} {', '.join(slot)}: it is the state of another "
                     "optimizer, or of other options. Begin with state = tx.init(params)."
                 )
         return kept
+
+
+def _subtract(
+    tensors: list[torch.Tensor], before: list[torch.Tensor], grads: list[torch.Tensor | None]
+) -> None:
+    """Makes the updates of the parameters after a step, in their memory."""
+    moved = [index for index, grad in enumerate(grads) if grad is not None]
+    if moved:
+        pairs = [(tensors[index], before[index]) for index in moved]
+        torch._foreach_sub_(*map(local_tensors, zip(*pairs, strict=True)))
+    # One that was skipped is not subtracted: an infinite parameter less itself is NaN.
+    for tensor, grad in zip(tensors, grads, strict=True):
+        if grad is None:
+            tensor.zero_()
+
+
+def _order_of_paths(flags: list[bool], params: Tree) -> Sequence[int]:
+    """The indices of the leaves in the order of their paths, as far as it matters for flags.
+
+    It does not change if a file changes the order of a dict.
+    """
+    if len({*flags}) < 2:  # as usual
+        return range(len(flags))
+    paths = leaf_paths(params, trees)
+    return sorted(range(len(paths)), key=paths.__getitem__)
+
+
+def _writable(
+    slots: list[dict[str, Any]], tensors: list[torch.Tensor], owned: bool
+) -> list[dict[str, Any]]:
+    """The slots in new memory, or in their own if they are `owned`, in the strides of their
+    parameters.
+    """
+    values = [value for slot in slots for value in slot.values()]
+    values = _laid(values, [like for slot, like in zip(slots, tensors, strict=True) for _ in slot])
+    remaining = iter(values if owned else copies(values))
+    return [{name: next(remaining) for name in slot} for slot in slots]
+
+
+def _laid(values: Sequence[Any], likes: Sequence[torch.Tensor]) -> list[Any]:
+    """The values, where each tensor of another one's shape has its strides, too: a step may run
+    through the memory of both.
+    """
+    return [
+        value
+        if not isinstance(value, torch.Tensor)
+        or (type(value) is torch.Tensor and value.stride() == like.stride())
+        else arrays.with_strides_of(value, like)
+        for value, like in zip(values, likes, strict=True)
+    ]
 
 
 def _checked_step(optimizer: Optimizer, tensors: list[torch.Tensor]) -> None:
@@ -258,19 +301,16 @@ def _checked_step(optimizer: Optimizer, tensors: list[torch.Tensor]) -> None:
     after = _others(optimizer)
     # An attribute that is new is a cache.
     changed = [name for name in before.keys() & after.keys() if after[name] != before[name]]
-    problem = "it keeps the memory of the parameter itself, which a pure update cannot follow"
-    for name in changed:
-        problem = (
-            f"a step changes its `{name}`, which belongs to no parameter, so that it is in no "
-            "state, and a pure update would lose it"
-        )
     for tensor in tensors:
         tensor.requires_grad_(False)
         # The address of what has no elements is 0.
         if changed or storages(tensor) & storages(optimizer.state.get(tensor)) - {0}:
             raise FuncgaError(
-                f"{type(optimizer).__name__} is no pure update: {problem}. Keep optimizer.step() "
-                "and give it gradients: torch_backend.assign_grads(params, grads)."
+                f"{type(optimizer).__name__} is no pure update: a step changes "
+                f"{', '.join(changed) or 'nothing'} that belongs to no parameter, so that it is in "
+                "no state, and would be lost; or keeps the memory of a parameter itself, which a "
+                "pure update cannot follow. Keep optimizer.step() and give it gradients: "
+                "torch_backend.assign_grads(params, grads)."
             )
 
 
@@ -281,29 +321,9 @@ def _others(optimizer: Optimizer) -> dict[str, Any]:
     kept = {name: x for name, x in vars(optimizer).items() if type(x) in (int, float, torch.Tensor)}
     kept |= {
         "param_groups": [{**group, "params": None} for group in optimizer.param_groups],
-        "state": {k for k in optimizer.state if not torch.is_tensor(k)},
+        "state": {key for key in optimizer.state if not torch.is_tensor(key)},
     }
     return pytree.tree_map_only(torch.Tensor, torch.Tensor.tolist, kept)  # type: ignore[no-any-return]
-
-
-def _host_number(number: float) -> torch.Tensor:
-    return torch.tensor(float(number), dtype=torch.float64, device="cpu")
-
-
-def _check_state(state: object, params: Tree) -> None:
-    """Raises FuncgaError for anything but a state of from_optimizer, or if params are missing."""
-    if params is None:
-        raise FuncgaError(
-            "params are missing, and the step of a torch optimizer starts from them: "
-            "tx.update(grads, state, params)."
-        )
-    if not isinstance(state, OptimizerState):
-        raise FuncgaError(
-            f"state is {arrays.describe(state)}, and should be what init or the update before "
-            "returned: state = tx.init(params); updates, state = tx.update(grads, state, params). "
-            "A chain has it at the optimizer's position, and multi_steps in `inner`: "
-            "state.inner[1]."
-        )
 
 
 def last_options(tx: Transform, state: OptimizerState, params: Tree) -> list[dict[str, Any]]:
@@ -323,7 +343,7 @@ def last_options(tx: Transform, state: OptimizerState, params: Tree) -> list[dic
         first parameters; a single dict without `groups`. Schedules are evaluated.
 
     Raises:
-        FuncgaError: If the state is not that of from_optimizer, or if there was no update yet.
+        FuncgaError: If there was no update yet.
 
     Example:
         >>> params, grads = {"w": torch.ones(2)}, {"w": torch.ones(2)}
@@ -334,7 +354,6 @@ def last_options(tx: Transform, state: OptimizerState, params: Tree) -> list[dic
         >>> torch_backend.last_options(tx, state, params)[0]["lr"]
         0.25
     """
-    _check_state(state, params)
     if not state.count:
         raise FuncgaError(
             "the state is that before the first update, so there are no last options. Read them "

@@ -20,23 +20,20 @@ from torch_backend import trees
 Group = dict[str, Any]
 """The options of a group of parameters."""
 
-Groups = list[tuple[Group, list[int]]]
-"""For each group, the options of its own, and the indices of its parameters among the leaves."""
-
 
 @dataclass(eq=False)
 class Options:
     """What an optimizer is made with.
 
-    `kept` has what a call leaves for the next one: the groups of its params, and its scheduler,
-    which the next one takes, so that no other thread has it.
+    `kept` has the scheduler that a call leaves for the next one, which takes it, so that no other
+    thread has it.
     """
 
     optimizer: type[Optimizer]
     options: Group
     groups: Callable[[str], Mapping[str, object]] | None
     scheduler: Callable[[Optimizer], LRScheduler] | None
-    kept: dict[str, Any] = field(default_factory=dict)
+    kept: dict[str, tuple[list[Group], LRScheduler, int]] = field(default_factory=dict)
 
     def __getstate__(self) -> dict[str, Any]:
         """How it is copied: without what is kept."""
@@ -52,47 +49,41 @@ class Options:
         groups = optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else []
         return not self.is_stock or any(group["nesterov"] for group in groups)
 
-    def take_weight(self, groups: Groups) -> bool:
-        """Whether an option, for all or of a group, is a function of the weight of a window."""
-        return any(
-            callable(value) and takes_weight(value)
-            for options in (self.options, *[own for own, _ in groups])
-            for value in options.values()
-        )
-
-    def grouped(self, params: Tree) -> Groups:
-        """The groups of the parameters."""
-        leaves, structure = trees.flatten(params)
-        like = structure, [leaf is None for leaf in leaves]
-        last, groups = self.kept.get("groups", (None, []))
-        if last != like:
-            groups = []
-            for index, (name, leaf) in enumerate(paths_and_leaves(params, trees.children)):
-                own = {} if self.groups is None else {**self.groups(name)}
-                # Options are compared, not hashed: they may be tensors or lists.
-                alike = [members for options, members in groups if options == own]
-                if leaf is not None and alike:
-                    alike[0].append(index)
-                elif leaf is not None:
-                    groups.append((own, [index]))
-            groups = groups or [({}, [])]
-            self.kept["groups"] = like, groups
-        return groups  # type: ignore[no-any-return]
+    def grouped(
+        self, params: Tree, tensors: list[torch.Tensor]
+    ) -> list[tuple[Group, list[torch.Tensor]]]:
+        """The options of each group of its own, and the tensors of its parameters."""
+        if self.groups is None:
+            leaves = trees.flatten(params)[0]
+            pairs = zip(leaves, tensors, strict=True)
+            return [({}, [tensor for leaf, tensor in pairs if leaf is not None])]
+        groups: list[tuple[Group, list[torch.Tensor]]] = []
+        named = paths_and_leaves(params, trees.children)
+        for (name, leaf), tensor in zip(named, tensors, strict=True):
+            if leaf is None:
+                continue
+            own = {**self.groups(name)}
+            # Options are compared, not hashed: they may be tensors or lists.
+            alike = [members for options, members in groups if options == own]
+            if alike:
+                alike[0].append(tensor)
+            else:
+                groups.append((own, [tensor]))
+        return groups or [({}, [])]
 
     def build(
         self, params: Tree, tensors: list[torch.Tensor], count: int, weight: object
     ) -> Optimizer:
         """The optimizer of a tensor for each leaf of params, after `count` updates, without state.
 
-        `weight` is that of the window, or None or () if it is not known.
+        `weight` is that of the window, or None if it is not known.
         """
-        groups = self.grouped(params)
-        members = [[tensors[index] for index in indices] for _, indices in groups]
+        groups = self.grouped(params, tensors)
         # A group of one's own options overrides the options for all, as torch's param_groups do.
         # Those of torch look at tensors in a step alone, and are built faster without.
         made = [
-            {**_at(own, count, weight), "params": [] if self.is_stock else of_group}
-            for (own, _), of_group in zip(groups, members, strict=True)
+            {**_at(own, count, weight), "params": [] if self.is_stock else members}
+            for own, members in groups
         ]
         optimizer = self.optimizer(made, **_at(self.options, count, weight))
         for name in [name for own, _ in groups for name in own if name not in optimizer.defaults]:
@@ -102,8 +93,8 @@ class Options:
             )
         if self.scheduler is not None:
             self._follow(self.scheduler, optimizer, count)
-        for group, of_group in zip(optimizer.param_groups, members, strict=True):
-            group["params"] = of_group
+        for group, (_, members) in zip(optimizer.param_groups, groups, strict=True):
+            group["params"] = members
         return optimizer
 
     def _follow(
@@ -116,15 +107,15 @@ class Options:
         as ReduceLROnPlateau does, torch refuses at the second update.
         """
         began_with = options_of(optimizer)
-        began, scheduler, updates = self.kept.pop("scheduler", (None, None, 0))
-        if began != began_with or updates > count:
+        began, scheduler, updates = self.kept.pop("last", (None, None, 0))
+        if scheduler is None or began != began_with or updates > count:
             # Schedulers write into tensors.
             groups = [{**deepcopy(group), "params": []} for group in began_with]
             scheduler, updates = make(_OnlyOptions(groups, optimizer.defaults)), 0
             scheduler.optimizer.step()  # which schedulers want to see called before their own
         for _ in range(updates, count):
             scheduler.step()
-        self.kept["scheduler"] = began_with, scheduler, count
+        self.kept["last"] = began_with, scheduler, count
         options = deepcopy(options_of(scheduler.optimizer))
         for group, of_group in zip(optimizer.param_groups, options, strict=True):
             group.update(of_group)
@@ -148,7 +139,7 @@ def _at(options: Mapping[str, object], count: int, weight: Any) -> Group:
         if callable(value) and not takes_weight(value):
             result[name] = value(count)
         elif callable(value):
-            if weight is None or weight == ():
+            if weight is None:
                 raise FuncgaError(
                     f"the option {name} is a function of the window's weight, and the update was "
                     "given none. Say it, tx.update(grads, state, params, weight=tokens), or let "

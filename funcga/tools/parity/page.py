@@ -7,6 +7,7 @@ from html import escape
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from funcga.tools.parity.report import as_text, conclusion
 from funcga.tools.parity.run import Compared, Run
@@ -44,68 +45,50 @@ def page(every: Sequence[Run]) -> str:
 
 
 def _svg(run: Run) -> str:
-    """The picture of a problem as an element of a page."""
-    text = io.StringIO()
-    # Letters stay text, which can be searched; with a salt and without the date a picture is the
-    # same each time.
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": run.problem.name}):
-        picture([run]).savefig(text, format="svg", metadata={"Date": None})
+    """The picture of a problem as an element of a page, with four axes: by n, by leaf, by
+    micro-batch and by update.
+    """
+    figure, text = Figure(figsize=(14, 7.5), layout="constrained"), io.StringIO()
+    result = "the same" if run.ok else "DIFFERENT"
+    title = f"{run.problem.name}: {result} (no difference at all is drawn at {FLOOR:g})"
+    figure.suptitle(title, fontweight="bold")
+    by_n, by_leaf, by_micro_batch, by_update = figure.subplots(2, 2).flatten()
+    _draw_full_batch(by_n, by_leaf, run)
+    _draw_steps(by_micro_batch, by_update, run)
+    with rc_context({"svg.fonttype": "none"}):  # letters stay text, which can be searched
+        figure.savefig(text, format="svg")
     svg = text.getvalue()
     return svg[svg.index("<svg") :]
-
-
-def picture(every: Sequence[Run]) -> Figure:
-    """A figure with four axes for each problem: by n, by leaf, by micro-batch and by update."""
-    whole = Figure(figsize=(14, 7.5 * len(every)), layout="constrained")
-    parts = whole.subfigures(len(every), 1, squeeze=False)[:, 0]
-    for part, run in zip(parts, every, strict=True):
-        result = "the same" if run.ok else "DIFFERENT"
-        text = f"{run.problem.name}: {result} (no difference at all is drawn at {FLOOR:g})"
-        part.suptitle(text, fontweight="bold")
-        panels = (_by_n, _by_leaf, _by_micro_batch, _by_update)
-        for axes, draw in zip(part.subplots(2, 2).flatten(), panels, strict=True):
-            draw(axes, run)
-    return whole
 
 
 FLOOR = 1e-18
 """Where no difference at all is drawn, as a logarithmic axis has no 0."""
 
 
-_WHOLE = "n = 1 is the full batch"  # of which nothing is accumulated: both are the same call
-
-
-def _by_n(axes: Axes, run: Run) -> None:
+def _draw_full_batch(by_n: Axes, by_leaf: Axes, run: Run) -> None:
+    # With n = 1 nothing is accumulated: both are the same call.
     accumulated = [c for c in run.of("accumulation") if c.n != 1]
-    axes.set(title="accumulated vs full batch", xlabel="n, micro-batches")
-    ticks = [str(n) for n in dict.fromkeys(c.n for c in accumulated)]
-    _draw(axes, ticks, _series(accumulated), accumulated, _WHOLE)
+    by_n.set(title="accumulated vs full batch", xlabel="n, micro-batches")
+    _draw(by_n, [*dict.fromkeys(c.n or 1 for c in accumulated)], _series(accumulated), accumulated)
 
-
-def _by_leaf(axes: Axes, run: Run) -> None:
     full = [c for c in run.of("model") if c.micro_batch is None]
     # With one framework alone its largest n stands for the comparison of the full batches.
     full = full or [c for c in run.of("accumulation") if c.n == run.n]
-    leaves = {c.dtype: [row for row in c.report.rows if row.path != "loss"] for c in full}
-    axes.set(title=f"{full[0].what}, leaf by leaf", xlabel="leaf, in the order of the parameters")
-    series = {dtype: [row.relative for row in rows] for dtype, rows in leaves.items()}
-    _draw(axes, [row.path for row in leaves[full[0].dtype]], series, full)
+    leaves = {c.dtype: [row.relative for row in c.report.rows if row.path != "loss"] for c in full}
+    label = "leaf, in the order of the parameters"
+    by_leaf.set(title=f"{full[0].what}, leaf by leaf", xlabel=label)
+    _draw(by_leaf, range(1, len(leaves[full[0].dtype]) + 1), leaves, full)
 
 
-def _by_micro_batch(axes: Axes, run: Run) -> None:
-    model, n = run.of("model"), run.n
-    micro = [c for c in model if c.micro_batch is not None and n > 1]
-    axes.set(title="torch vs JAX, each micro-batch", xlabel="micro-batch")
-    ticks = [str(number) for number in range(1, n + 1)]
-    _draw(axes, ticks, _series(micro), micro, _WHOLE if model else "not run")
+def _draw_steps(by_micro_batch: Axes, by_update: Axes, run: Run) -> None:
+    micro = [c for c in run.of("model") if c.micro_batch is not None]
+    by_micro_batch.set(title="torch vs JAX, each micro-batch", xlabel="micro-batch")
+    _draw(by_micro_batch, range(1, run.n + 1), _series(micro), micro)
 
-
-def _by_update(axes: Axes, run: Run) -> None:
     trained = run.of("training")
-    axes.set(title="torch vs JAX, parameters in training", xlabel="update")
-    ticks = [str(update) for update in range(1, run.updates + 1)]
+    by_update.set(title="torch vs JAX, parameters in training", xlabel="update")
     series = {f"{c.optimizer}, {c.dtype}": [each.most for each in c.reports] for c in trained}
-    _draw(axes, ticks, series, trained)
+    _draw(by_update, range(1, run.updates + 1), series, trained)
 
 
 def _series(compared: list[Compared]) -> dict[str, list[float]]:
@@ -118,18 +101,17 @@ def _series(compared: list[Compared]) -> dict[str, list[float]]:
 
 def _draw(
     axes: Axes,
-    ticks: list[str],
+    positions: Sequence[float],
     series: dict[str, list[float]],
     compared: list[Compared],
-    empty: str = "not run",
 ) -> None:
-    """Draws the largest relative differences, by name, at each tick, and the limits of what was
-    compared. `empty` stands there if there is no series.
+    """Draws the largest relative differences, by name, at each position, and the limits of what was
+    compared.
     """
     axes.set(yscale="log", ylabel="largest relative difference")
     axes.grid(alpha=0.3)
     if not series:
-        axes.text(0.5, 0.5, empty, transform=axes.transAxes, ha="center")
+        axes.text(0.5, 0.5, "nothing is compared", transform=axes.transAxes, ha="center")
         axes.set_axis_off()
         return
     # What can be told apart without colours; of two in one place a ring is around the smaller one.
@@ -137,16 +119,13 @@ def _draw(
     axes.set_prop_cycle(marker=[*"osD^vP"], markersize=sizes, color=[*"brgmck"])
     for name, values in series.items():
         shown = [max(value, FLOOR) for value in values]
-        axes.plot(shown, label=name, markerfacecolor="none", linewidth=0.5)
+        axes.plot(positions, shown, label=name, markerfacecolor="none", linewidth=0.5)
     rows = [row for c in compared for row in c.reports[-1].rows if row.dtype and row.limit]
     limits = {row.dtype: row.limit for row in sorted(rows, key=lambda row: row.limit)}
     for dtype, limit in limits.items():
         axes.axhline(limit, color="0.4", linestyle=":")
         text, data = f"limit, {dtype}", axes.get_yaxis_transform()
         axes.text(1, limit, text, transform=data, ha="right", va="bottom", fontsize="x-small")
-    # More names than these would cover one another.
-    every = -(-len(ticks) // 24)
-    positions = range(0, len(ticks), every)
-    axes.set_xticks(positions, ticks[::every], fontsize="x-small", rotation=60)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylim(bottom=FLOOR / 3)
     axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize="small", frameon=False)

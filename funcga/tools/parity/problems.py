@@ -12,7 +12,7 @@ from funcga._types import Array, Tree
 from funcga.errors import FuncgaError
 from funcga.folds import per_weight
 from funcga.tools.parity import Problem
-from funcga.tools.reports.commands import check_installed, load_object
+from funcga.tools.reports.commands import load_object
 from funcga.tools.trees.rules import torch_to_flax
 
 PAD = 255
@@ -163,42 +163,18 @@ def chosen(where: str, seed: int) -> Problem:
         seed: What a function gets that has a parameter `seed`.
 
     Raises:
-        FuncgaError: If there is no such object, or it is not a Problem.
+        FuncgaError: If there is no such object, or it is not a Problem with a loss.
     """
     if where in PROBLEMS:
-        check_installed("torch", "jax", "optax", "sklearn")
         return PROBLEMS[where](seed)
-    if ".py" not in where:
-        raise FuncgaError(
-            f"{where!r} is not a problem: write one of {', '.join(PROBLEMS)}, all, or the name of "
-            "your own, FILE.py:problem."
-        )
     definition = "problem = funcga.checks.Problem(params, batch, torch_loss=..., jax_loss=...)"
     value, name, _ = load_object(where, definition)
-    if callable(value) and not isinstance(value, Problem):
+    if callable(value):
         value = value(seed=seed) if "seed" in inspect.signature(value).parameters else value()
-    if not isinstance(value, Problem):
+    if not (isinstance(value, Problem) and value.losses):
         raise FuncgaError(
-            f"{where} is of type {type(value).__name__}, and parity takes a funcga.checks.Problem, "
-            f"or a function that returns one: {definition}."
+            f"{where} is no funcga.checks.Problem with a torch_loss, a jax_loss or both, nor a "
+            f"function that returns one: {definition}."
         )
     # In a report a problem without a name goes by its variable.
-    problem = value if value.name else replace(value, name=name)
-    check_installed(*problem.losses, *(["optax"] if problem.jax_loss is not None else []))
-    _check(problem)
-    return problem
-
-
-def _check(problem: Problem) -> None:
-    """Raises FuncgaError for a problem without a loss, and for optimizers that do not exist."""
-    if problem.torch_loss is None and problem.jax_loss is None:
-        raise FuncgaError(
-            f"the problem {problem.name!r} has neither a torch_loss nor a jax_loss: there is "
-            "nothing to run."
-        )
-    for name in problem.optimizers:
-        if name not in OPTIMIZERS:
-            raise FuncgaError(
-                f"the problem {problem.name!r} is trained with {name!r}, and parity has "
-                f"{', '.join(OPTIMIZERS)}."
-            )
+    return value if value.name else replace(value, name=name)

@@ -16,8 +16,10 @@ from funcga.tools.reports.tables import text_table
 
 def as_text(run: Run) -> str:
     """What a problem is, its table and its verdict."""
-    name, (rows, weights) = run.problem.name, _sizes(run)
-    sizes = f"micro-batches of {_span(rows)}, of weight {_span(weights)}"
+    name, parts = run.problem.name, run.first.parts
+    rows = [part.rows for part in parts]
+    weights = _span([float(part.weight) for part in parts])
+    sizes = f"micro-batches of {_span(rows)}, of weight {weights}"
     headings = ["cause", "what is compared", *run.dtypes, "worst at", ""]
     lines = [
         f"{name}: {run.problem.about}",
@@ -25,12 +27,6 @@ def as_text(run: Run) -> str:
         text_table([headings, *_lines(run)]),
     ]
     return "\n".join([*lines, *(f"{name}: {sentence}" for sentence in verdict(run))])
-
-
-def _sizes(run: Run) -> tuple[list[int], list[float]]:
-    """The rows and the weights of the micro-batches."""
-    parts = run.first.parts
-    return [part.rows for part in parts], [float(part.weight) for part in parts]
 
 
 def _span(sizes: Sequence[float]) -> str:
@@ -80,9 +76,7 @@ def _figures(report: Report) -> str:
 def conclusion(every: Sequence[Run]) -> str:
     """The last line: whether all problems are the same."""
     different = [run.problem.name for run in every if not run.ok]
-    if different:
-        return f"Verdict: DIFFERENT: {', '.join(different)}."
-    return "Verdict: the same."
+    return f"Verdict: DIFFERENT: {', '.join(different)}." if different else "Verdict: the same."
 
 
 def as_json(every: Sequence[Run]) -> dict[str, object]:
@@ -96,7 +90,6 @@ def as_json(every: Sequence[Run]) -> dict[str, object]:
 
 
 def _run_as_json(run: Run) -> dict[str, object]:
-    results, (rows, weights) = [(c, _as_json(run, c)) for c in run.results], _sizes(run)
     return {
         "problem": run.problem.name,
         "about": run.problem.about,
@@ -104,50 +97,35 @@ def _run_as_json(run: Run) -> dict[str, object]:
         "ok": run.ok,
         "verdict": verdict(run),
         "reduction": run.first.reduction,
-        "microbatch_rows": rows,
-        "microbatch_weights": weights,
+        "microbatch_rows": [part.rows for part in run.first.parts],
+        "microbatch_weights": [float(part.weight) for part in run.first.parts],
         "losses": {
             dtype: {side.framework: float(side.whole.loss) for side in sides}
             for dtype, sides in run.sides.items()
         },
-        "compared": [figures for c, figures in results if c.cause != "training"],
-        "training": [figures for c, figures in results if c.cause == "training"],
+        "compared": [
+            c.report.as_dict()
+            | {name: value for name, value in c._asdict().items() if name != "reports"}
+            | {"ok": c.ok, "explained": not c.ok and run.is_explained(c), "update": c.update}
+            | {"worst": [report.most for report in c.reports]}
+            for c in run.results
+        ],
     }
-
-
-def _as_json(run: Run, result: Compared) -> dict[str, object]:
-    """The figures of a result: its fields, and those of its reports."""
-    dtype, n, ok, report = result.dtype, result.n, result.ok, result.report
-    common = {"dtype": dtype, "n": n, "ok": ok, "explained": not ok and run.is_explained(result)}
-    if result.cause == "training":
-        return common | {
-            "optimizer": result.optimizer,
-            "losses": result.losses,
-            "diverges": None if ok else result.update,
-            "worst": [report.most for report in result.reports],
-            "last": result.reports[-1].as_dict(),
-        }
-    fields = ("cause", "what", "framework", "micro_batch")
-    return report.as_dict() | {name: getattr(result, name) for name in fields} | common
 
 
 def verdict(run: Run) -> list[str]:
     """The verdict in sentences. The first one is on the first cause that is found: the others may
     follow from it.
     """
-    if run.ok:
-        return [_agreement(run), *_aside(run)]
-    causes = (_fold, _accumulation, _model, _rounding, _training, _aside)
+    causes = (_fold, _accumulation, _model, _rounding, _training, _agreement, _aside)
     return [sentence for of_cause in causes for sentence in of_cause(run)]
 
 
 def _fold(run: Run) -> Iterator[str]:
-    wrong = run.wrong("fold")
-    if wrong:
-        worst = _most(wrong)
+    if wrong := run.wrong("fold"):
         yield (
-            f"The fold itself is wrong: {worst.what} ({worst.dtype}) differ by {_worst(worst)}. "
-            f"This would be a bug of funcga; the gradients that it was given are the same."
+            f"The fold itself is wrong: {_worst(wrong)}. This would be a bug of funcga; the "
+            "gradients that it was given are the same."
         )
 
 
@@ -155,24 +133,17 @@ def _accumulation(run: Run) -> Iterator[str]:
     wrong = run.wrong("accumulation")
     if not wrong:
         return
-    worst, verdicts = _most(wrong), run.verified.values()
-    labels = {compared.framework for compared in wrong}
-    label = worst.framework if len(labels) < len(run.problem.losses) else None
-    where = f"the loss of {label}" if label else "this loss"
-    text = (
-        f"over n = {worst.n} micro-batches ({worst.dtype}) it differs from the full batch by "
-        f"{_worst(worst)}"
-    )
+    losses = f"the loss of {listed([*dict.fromkeys(str(c.framework) for c in wrong)])}"
     # Both frameworks usually have the same causes.
-    causes = {cause.name: cause for verdict in verdicts for cause in verdict.causes}
-    if verdicts and not causes:
-        notes = "".join(f" ({note}.)" for verdict in verdicts for note in verdict.notes)
+    causes = {cause.name: cause for verdict in run.verified.values() for cause in verdict.causes}
+    if run.verified and not causes:
         yield (
-            f"Accumulated {text}, and verify finds no mistake in {where}: it is the rounding of "
-            f"something inside that computes in less than {worst.dtype}.{notes}"
+            f"Accumulated, {_worst(wrong)}, and verify finds no mistake in {losses}: it is the "
+            f"rounding of something inside that computes in less than {wrong[0].dtype}."
         )
         return
-    yield f"Accumulation is not exact for {where} with {named(run.problem.fold)}: {text}."
+    fold = named(run.problem.fold)
+    yield f"Accumulation is not exact for {losses} with {fold}: {_worst(wrong)}."
     yield from (f"{cause.what} To fix it: {cause.fix}" for cause in causes.values())
 
 
@@ -182,58 +153,42 @@ def _model(run: Run) -> Iterator[str]:
         return
     # The run ends with float64: the finest dtype in which they differ says most.
     finest = wrong[-1].dtype
-    compared = [c for c in run.of("model") if c.dtype == finest]
-    first = next(c for c in wrong if c.dtype == finest)
-    text = f"The models differ, in {finest}: {_which(compared)}. {_how(first.report)}"
-    agree = f" In {run.finest} they agree, so it is not mere rounding."
-    yield text if finest == run.finest else text + agree
-
-
-def _which(compared: list[Compared]) -> str:
-    """In which micro-batches."""
-    # The comparison of the full batch has no micro-batch.
-    parts = {c.micro_batch + 1: c.ok for c in compared if c.micro_batch is not None}
-    wrong = [str(number) for number, ok in parts.items() if not ok]
-    if len(wrong) == len(parts):
-        return "in every micro-batch"
-    if not wrong:
-        return "in the full batch, but in none of its micro-batches"
-    return (
-        f"in micro-batch {listed(wrong)} of {len(parts)}, and not in the others: look at what "
-        "those rows have"
+    full, *parts = [c for c in run.of("model") if c.dtype == finest]
+    where = [str(number) for number, part in enumerate(parts, 1) if not part.ok]
+    first = next(c for c in (full, *parts) if run.is_wrong(c))
+    yield (
+        f"The models differ, in {finest}, in micro-batch {listed(where, 16)} of {len(parts)}. "
+        f"{_how(first.report)}"
     )
+    if finest != "float64":
+        yield "In float64 they agree, so it is not mere rounding."
 
 
 def _how(report: Report) -> str:
-    """In which leaves, and in what way."""
+    """In which leaves the loss or the gradients differ, and in what way."""
     beyond = [row for row in report.rows if not row.ok]
     for row in beyond:
         torch, jax = np.add(row.nans, row.infs)
         if torch + jax:
             return f"{row.path} has NaN or infinities: {torch} in torch, {jax} in JAX."
-    return _how_much(beyond, len(report.rows) - 1)
-
-
-def _how_much(beyond: list[Row], total: int) -> str:
-    """How the loss or the gradients differ by numbers alone, in the rows that are beyond."""
     leaves = [row for row in beyond if row.path != "loss"]
-    count = f"beyond the limit are {len(leaves)} of {total} gradients"
+    count = f"beyond the limit are {len(leaves)} of {len(report.rows) - 1} gradients"
     is_of_loss = len(leaves) < len(beyond)
     if is_of_loss:
         text = f"The loss itself differs, by {beyond[0].relative:.1e}; {count}"
     else:
-        text = f"The loss is the same and its gradient is not; {count}"
-        if len(leaves) < total:
-            text += f", the last of them {leaves[-1].path}: backward passes come to it first"
+        text = (
+            f"The loss is the same and its gradient is not; {count}, the last of them "
+            f"{leaves[-1].path}: backward passes come to it first"
+        )
     factor = _factor(beyond)
     if factor is not None:
         return (
             f"{text}. All are torch = {factor:.6g} x JAX: another normaliser, such as a mean "
             "against a sum."
         )
-    worst = sorted(leaves, key=lambda row: row.relative, reverse=True)[:3]
-    if worst:
-        text += "; most in " + ", ".join(f"{row.path} ({row.relative:.1e})" for row in worst)
+    worst = sorted(leaves, key=lambda row: row.relative, reverse=True)
+    text += f"; most in {listed([f'{row.path} ({row.relative:.1e})' for row in worst], 3)}"
     # If the loss is the same, or very different, it is no such constant.
     if is_of_loss and beyond[0].relative < 1e-2:
         text += (
@@ -257,11 +212,10 @@ def _factor(rows: list[Row]) -> float | None:
 def _rounding(run: Run) -> Iterator[str]:
     wrong = [c for c in run.wrong("rounding") if math.isfinite(c.report.most)]
     if wrong:
-        worst = _most(wrong)
         yield (
-            f"{worst.what} ({worst.dtype}) differs by {_worst(worst)}, which is more than rounding "
-            f"explains in sums of {run.first.reduction} terms, and more than rounded arguments "
-            f"would do: something in this loss computes in less than {worst.dtype}."
+            f"{_worst(wrong)}, which is more than rounding explains in sums of "
+            f"{run.first.reduction} terms, and more than rounded arguments would do: something in "
+            f"this loss computes in less than {wrong[0].dtype}."
         )
 
 
@@ -276,6 +230,28 @@ def _training(run: Run) -> Iterator[str]:
         yield "The gradients agree, so compare what the two optimizers do with them."
 
 
+def _agreement(run: Run) -> Iterator[str]:
+    """The verdict on a problem that is the same everywhere."""
+    if not run.ok:
+        return
+    accumulated, between = (
+        [c.report.most for c in run.of(cause) if c.dtype == "float64"]
+        for cause in ("accumulation", "model")
+    )
+    text = f"The same. In float64 accumulated is the full batch to {max(accumulated):.0e}"
+    if between:
+        text += f", and torch is JAX to {max(between):.0e}"
+    if len(run.dtypes) > 1:
+        text += "; what is left in less precision is rounding"
+    yield f"{text}."
+    # What is beyond its limit is explained, or the problem would not be the same.
+    if large := [f"{c.what} ({c.dtype})" for c in run.results if not c.ok]:
+        yield (
+            f"Beyond its limit is {listed(large)}: this loss makes rounding large, as rounded "
+            "arguments show, or training does."
+        )
+
+
 def _aside(run: Run) -> Iterator[str]:
     """The parameters that are left out of the training."""
     aside = dict.fromkeys(path for c in run.results for path in c.aside)
@@ -287,33 +263,13 @@ def _aside(run: Run) -> Iterator[str]:
         )
 
 
-def _agreement(run: Run) -> str:
-    """The verdict on a problem that is the same everywhere."""
-    accumulated, between = (
-        [c.report.most for c in run.of(cause) if c.dtype == run.finest]
-        for cause in ("accumulation", "model")
-    )
-    text = f"The same. In {run.finest} accumulated is the full batch to {max(accumulated):.0e}"
-    if between:
-        text += f", and torch is JAX to {max(between):.0e}"
-    if len(run.dtypes) > 1:
-        text += "; what is left in less precision is rounding"
-    # What is beyond its limit is explained, or the problem would not be the same.
-    large = [c for c in run.of("rounding") if not c.ok]
-    if large:
-        text += f", which this loss makes large: {_worst(_most(large))}, as rounded arguments do"
-    for c in run.of("training"):
-        if not c.ok:
-            where = f"{c.optimizer}, {c.dtype}: from update {c.update} on"
-            return f"{text}, which training makes larger ({where})."
-    return f"{text}."
-
-
-def _most(compared: list[Compared]) -> Compared:
-    return max(compared, key=lambda c: c.report.badness)
-
-
-def _worst(compared: Compared) -> str:
-    row = compared.report.worst
+def _worst(compared: list[Compared]) -> str:
+    """The comparison that is furthest beyond its limit, and by how much."""
+    worst = max(compared, key=lambda c: c.report.badness)
+    row = worst.report.worst
     assert row is not None
-    return f"{row.relative:.1e} in {row.path or 'the array'} (limit {row.limit:.0e})"
+    at = f", n = {worst.n}" if worst.cause == "accumulation" else ""
+    return (
+        f"{worst.what} ({worst.dtype}{at}) differs by {row.relative:.1e} in "
+        f"{row.path or 'the array'} (limit {row.limit:.0e})"
+    )

@@ -94,7 +94,8 @@ class Run:
 
     Args:
         problem: The problem.
-        dtypes: The dtypes, from coarse to fine; float64 is what the others are compared with.
+        dtypes: The dtypes, from coarse to fine; float64, the last, is what the others are compared
+            with.
         ns: The numbers of micro-batches.
         updates: The number of training updates of each optimizer.
         device: The device of both frameworks.
@@ -131,80 +132,68 @@ class Run:
     @cached_property
     def results(self) -> list[Compared]:
         """What has been compared."""
-        return [*self._compared()]
-
-    def _compared(self) -> Iterator[Compared]:
-        for sides in self.sides.values():
-            for side in sides:
-                yield from self._accumulated(side)
-            if len(sides) == 2:
-                yield from self._model(*sides)
-            for side in sides:
-                yield from self._folded(side, sides[0])
-                yield from self._rounded(side)
+        results = [each for sides in self.sides.values() for each in self._gradients(sides)]
         if len(self.problem.losses) == 2 and self.updates > 0:
             for sides in self.sides.values():
-                for optimizer in self.problem.optimizers:
-                    yield self._trained(sides, optimizer)
+                results += [self._trained(sides, name) for name in self.problem.optimizers]
+        return results
 
-    def _accumulated(self, side: Side) -> Iterator[Compared]:
-        whole = side.whole  # first: what does not fit is described by the full batch
-        for n in self.ns:
-            report = side.report(side.accumulated(n), whole, ("accumulated", "full batch"))
-            what = f"{side.label} vs full batch"
-            yield Compared("accumulation", what, side.dtype, n, [report], side.label)
-
-    def _model(self, torch: Side, jax: Side) -> Iterator[Compared]:
-        names = ("torch", "JAX")
-        report = torch.report(torch.whole, jax.whole, names)
-        yield Compared("model", "torch vs JAX, full", torch.dtype, None, [report])
-        pairs = zip(torch.micro_batches, jax.micro_batches, strict=True)
-        for index, (left, right) in enumerate(pairs):
-            report, what = torch.report(left, right, names), "torch vs JAX, micro"
-            yield Compared("model", what, torch.dtype, self.n, [report], micro_batch=index)
-
-    def _folded(self, side: Side, first: Side) -> Iterator[Compared]:
+    def _gradients(self, sides: Sequence[Side]) -> Iterator[Compared]:
+        """The comparisons of gradients in one dtype."""
+        dtype = sides[0].dtype
+        for side in sides:
+            label, whole = side.label, side.whole  # first: what does not fit is described by it
+            for n in self.ns:
+                names = ("accumulated", "full batch")
+                report = side.report(side.accumulated(n), whole, names)
+                what = f"{label} vs full batch"
+                yield Compared("accumulation", what, dtype, n, [report], label)
+        if len(sides) == 2:
+            left, right = sides
+            names = ("torch", "JAX")
+            report = left.report(left.whole, right.whole, names)
+            yield Compared("model", "torch vs JAX, full", dtype, None, [report])
+            pairs = zip(left.micro_batches, right.micro_batches, strict=True)
+            for index, pair in enumerate(pairs):
+                report, what = left.report(*pair, names), "torch vs JAX, micro"
+                yield Compared("model", what, dtype, self.n, [report], micro_batch=index)
         # All fold the micro-batch gradients of the first framework, so what differs is the fold.
-        gradients, label = [result.gradient for result in first.micro_batches], side.label
-        weights = [part.weight for part in first.parts]
+        gradients = [result.gradient for result in sides[0].micro_batches]
+        weights = [part.weight for part in sides[0].parts]
         stacked = {path: np.stack([each[path] for each in gradients]) for path in gradients[0]}
-        fold, sums = fold_in_framework(side, stacked, weights)
-        fold_of_numpy, sums_of_numpy = fold_by_hand(self.problem.fold, stacked, weights)
-        # The fold is exact to rounding, and plain sums in the same order to the last bit.
-        names = (label, "NumPy")
-        report = side.compared(fold, fold_of_numpy, names, self.n)
-        yield Compared("fold", f"{label} vs NumPy", side.dtype, self.n, [report], label)
-        report = compare(sums, sums_of_numpy, rtol=0, names=names)
-        yield Compared("fold", f"{label}, plain sums", side.dtype, self.n, [report], label)
-
-    def _rounded(self, side: Side) -> Iterator[Compared]:
-        for exact in self.sides.get("float64", ()):
-            if exact.framework == side.framework and side.dtype != "float64":
-                names = (side.dtype, "float64")
-                report = side.report(side.whole, exact.whole, names)
-                what = f"{side.label} vs float64"
-                yield Compared("rounding", what, side.dtype, None, [report], side.label)
+        by_hand, sums_by_hand = fold_by_hand(self.problem.fold, stacked, weights)
+        for side in sides:
+            label, names = side.label, (side.label, "NumPy")
+            fold, sums = fold_in_framework(side, stacked, weights)
+            # The fold is exact to rounding, and plain sums in the same order to the last bit.
+            report = side.compared(fold, by_hand, names, self.n)
+            yield Compared("fold", f"{label} vs NumPy", dtype, self.n, [report], label)
+            report = compare(sums, sums_by_hand, rtol=0, names=names)
+            yield Compared("fold", f"{label}, plain sums", dtype, self.n, [report], label)
+        for side, precise in zip(sides, self.sides["float64"], strict=True):
+            if side is precise:
+                return
+            report = side.report(side.whole, precise.whole, (dtype, "float64"))
+            what = f"{side.label} vs float64"
+            yield Compared("rounding", what, dtype, None, [report], side.label)
 
     def _trained(self, sides: Sequence[Side], optimizer: str) -> Compared:
         left, right = sides
-        names = (left.label, right.label)
         # Adam divides a gradient by its own size: one that is rounding alone becomes an update of
         # full size.
         aside = [_zeros(side) if "adam" in optimizer else [] for side in sides]
-        runs = (_updates(left, optimizer, aside[0]), _updates(right, optimizer, aside[1]))
-        losses, reports = list[float](), list[Report]()
-        pairs = islice(zip(*runs, strict=True), self.updates)
-        for update, ((loss, params), (_, others)) in enumerate(pairs, 1):
+        losses, params = _updates(left, optimizer, self.updates, aside[0])
+        _, others = _updates(right, optimizer, self.updates, aside[1])
+        reports = [
             # Every update adds the rounding of its gradient.
-            terms = left.reduction * update
-            losses.append(loss)
-            reports.append(left.compared(params, others, names, terms))
-        what, n = f"{optimizer}, {self.updates} updates", min(self.n, _WINDOW)
+            left.compared(ours, theirs, (left.label, right.label), left.reduction * update)
+            for update, (ours, theirs) in enumerate(zip(params, others, strict=True), 1)
+        ]
         return Compared(
             "training",
-            what,
+            f"{optimizer}, {self.updates} updates",
             left.dtype,
-            n,
+            min(self.n, _WINDOW),
             reports,
             optimizer=optimizer,
             losses=losses,
@@ -217,17 +206,12 @@ class Run:
         """The results for a cause."""
         return [compared for compared in self.results if compared.cause == cause]
 
-    @property
-    def finest(self) -> str:
-        """The dtype that the others are compared with."""
-        return self.dtypes[-1]
-
     def is_explained(self, result: Compared) -> bool:
         """Whether rounding, amplified by the loss or by training, explains that a result is beyond
         its limit.
         """
-        # There is no conditioning for float64, where nothing is explained; and a fold is exact.
-        if result.dtype not in self.conditioning or result.cause == "fold":
+        # A fold is exact.
+        if result.dtype == "float64" or result.cause == "fold":
             return False
         # In float64 the same is within its limit.
         is_training = result.cause == "training"
@@ -257,15 +241,14 @@ class Run:
 
     @cached_property
     def verified(self) -> dict[str, Verdict]:
-        """The verdict of `verify` on each framework whose accumulation is not exact in the finest
-        dtype, as it takes long.
+        """The verdict of `verify` on each framework whose accumulation is not exact in float64,
+        as it takes long.
         """
-        differ = [c for c in self.of("accumulation") if c.dtype == self.finest and not c.ok]
-        labels = {c.framework for c in differ}
+        wrong = [c.framework for c in self.of("accumulation") if c.dtype == "float64" and not c.ok]
         return {
             side.label: side.verified(max(self.n, 2))
-            for side in self.sides[self.finest]
-            if side.label in labels and math.isfinite(largest_of(side.whole.gradient))
+            for side in self.sides["float64"]
+            if side.label in wrong and math.isfinite(largest_of(side.whole.gradient))
         }
 
     @cached_property
@@ -275,11 +258,10 @@ class Run:
         """
         # In float64, so that it is the loss which amplifies the rounding of its arguments, and no
         # rounding of its own.
-        sides, names = self.sides.get("float64", []), ("nearby", "at")
+        sides, names = self.sides["float64"], ("nearby", "at")
         return {
             dtype: max(side.report(side.nearby(dtype), side.whole, names).most for side in sides)
-            for dtype in self.dtypes
-            if dtype != "float64" and sides
+            for dtype in self.dtypes[:-1]
         }
 
 
@@ -287,35 +269,33 @@ _WINDOW = 4  # the micro-batches of one update, at most
 
 
 def _updates(
-    side: Side, optimizer: str, aside: Sequence[str]
-) -> Iterator[tuple[float, dict[str, Array]]]:
-    """After each update, the mean loss of its micro-batches, and the parameters that are not set
-    aside.
-    """
+    side: Side, optimizer: str, count: int, aside: Sequence[str]
+) -> tuple[list[float], list[dict[str, Array]]]:
+    """The mean loss of each update, and the parameters after it that are not set aside."""
     window = min(side.n, _WINDOW)
-    with side.running():
-        params = side.args[0]
-        # What follows the parameters in a call, and the weight, of every micro-batch.
-        parts = cycle([(part.args[1:], part.weight) for part in side.parts])
-        tx = multi_steps(side.own.optimizer(optimizer), window, fold=side.problem.fold)
-        # In JAX a state that is not placed as the steps place it would make the second step compile
-        # anew.
-        state = side.placed(tx.init(params))
 
     def after(grads: Tree, state: Tree, params: Tree, weight: Scalar) -> tuple[Tree, Tree]:
         changes, state = tx.update(grads, state, params, weight=weight)
         return side.own.apply_updates(params, changes), state
 
-    step = side.own.compiled(after)
-    while True:
-        losses = []
-        with side.running():
-            for batch, weight in islice(parts, window):
-                loss, grads = side.compiled(params, *batch)
-                params, state = step(grads, state, params, weight)
-                losses.append(float(loss))
-            named = {path: x for path, x in side.named(params).items() if path not in aside}
-        yield sum(losses) / window, named
+    step, parts = side.own.compiled(after), cycle(side.parts)
+    losses, trained = list[float](), list[dict[str, Array]]()
+    with side.running():
+        params = side.args[0]
+        tx = multi_steps(side.own.optimizer(optimizer), window, fold=side.problem.fold)
+        # In JAX a state that is not placed as the steps place it would make the second step compile
+        # anew.
+        state = side.placed(tx.init(params))
+        for _ in range(count):
+            total = 0.0
+            for part in islice(parts, window):
+                loss, grads = side.compiled(params, *part.args[1:])
+                params, state = step(grads, state, params, part.weight)
+                total += float(loss)
+            losses.append(total / window)
+            named = side.named(params)
+            trained.append({path: named[path] for path in named if path not in aside})
+    return losses, trained
 
 
 def _zeros(side: Side) -> list[str]:

@@ -25,7 +25,7 @@ from funcga.tools.compare import compare, tolerances
 from funcga.tools.compare.report import Report
 from funcga.tools.compare.row import Row, row_of
 from funcga.tools.parity import Problem
-from funcga.tools.trees import map_arrays, to_jax, to_numpy, to_torch
+from funcga.tools.trees import to_jax, to_numpy, to_torch, walked
 from funcga.tools.verify import Verdict, verify
 from funcga.trees import match
 
@@ -92,7 +92,7 @@ class Side:
             return leaf * (1 + shift).astype(leaf.dtype) if is_float(leaf.dtype) else leaf
 
         with self.running():
-            return self._full(self.placed(map_arrays(moved, self.args)))
+            return self._full(self.placed(_mapped(moved, self.args)))
 
     def _full(self, args: tuple[Tree, ...]) -> Result:
         # A sum that is normalised is divided by its weight; a sum over nothing is 0 and stays so.
@@ -201,7 +201,7 @@ class Side:
         with self.running():
             # Both frameworks get the same data, by way of NumPy.
             given = {"params": problem.params, "batch": problem.batch}
-            params, batch = map_arrays(self._cast, given).values()
+            params, batch = _mapped(self._cast, given).values()
             # Params in a structure of JAX's own take their values from it.
             if self.framework == "jax" and problem.jax_params is not None:
                 params = match(params, problem.jax_params, rules=problem.rules)
@@ -273,10 +273,10 @@ class Side:
         rows = sorted(report.rows, key=lambda row: order.get(row.left_path, len(order)))
         return replace(report, rows=tuple(_by_largest(row, largest, report.atol) for row in rows))
 
-    def verified(self, n: int | Sequence[int] | None = None, seed: int = 0) -> Verdict:
+    def verified(self, n: int | Sequence[int] | None) -> Verdict:
         """The verdict of `verify` on the loss and the fold."""
         with self.running():
-            return verify(self.gradient, *self.args, n=n, seed=seed, **self.options)
+            return verify(self.gradient, *self.args, n=n, **self.options)
 
     def result(self, value_and_gradient: Tree, divisor: float = 1) -> Result:
         """The loss and the gradient that a gradient function has returned, divided."""
@@ -286,6 +286,12 @@ class Side:
             return leaf / leaf.dtype.type(divisor)
 
         return Result(divided(loss), {path: divided(leaf) for path, leaf in gradient.items()})
+
+
+def _mapped(function: Callable[[Array], Array], tree: Tree) -> Tree:
+    """The tree with a function applied to each of its arrays, as NumPy's."""
+    walk = walked(to_numpy(tree, copy=None))
+    return walk.rebuilt([function(leaf) for leaf, _ in walk.arrays.values()])
 
 
 def largest_of(leaves: dict[str, Array]) -> float:

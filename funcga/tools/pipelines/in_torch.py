@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from funcga._types import LossFn
-from funcga.errors import FuncgaError, check_callable, check_count
+from funcga.errors import FuncgaError, check_count
 from funcga.tools.pipelines.schedule_in_torch import Pipeline, ScheduleFactory, Stage
 from funcga.tools.pipelines.window_in_torch import PipelineGradient
 from torch_backend.wrapped import check_covered, wrapper_of
@@ -76,13 +76,11 @@ def pipeline_value_and_grad(
         ['0.weight', '0.bias']
         >>> torch_backend.assign_grads(gradient.module, grads)
     """
-    check_callable(loss_fn, "loss_fn", "lambda output, target: F.cross_entropy(output, target)")
-    check_callable(schedule_factory, "schedule_factory", "the class of a schedule, ScheduleGPipe")
     pipeline = Pipeline(schedule_factory, stages)
     if n_microbatches is not None:
         n_microbatches = check_count(n_microbatches, "n_microbatches")
     module = nn.ModuleDict({str(stage.stage_index): stage.submod for stage in pipeline.stages})
-    wrapper = wrapper_of(module, "every") or Wrapper([], "a pipeline", "every")
+    wrapper = wrapper_of(module, "every")
     if wrapper.wrapped:
         _check_wrapper(wrapper, module)
     return PipelineGradient(module, loss_fn, has_aux, False, wrapper, pipeline, n_microbatches)

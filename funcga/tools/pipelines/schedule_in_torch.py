@@ -55,11 +55,8 @@ class Pipeline:
     @property
     def group(self) -> dist.ProcessGroup:
         """The processes that have the stages."""
-        group = self.stages[0].group
-        if group is None:
-            group = dist.group.WORLD
-        assert group is not None
-        return group
+        group: Any = self.stages[0].group or dist.group.WORLD
+        return group  # type: ignore[no-any-return]
 
     def run(
         self,
@@ -89,10 +86,6 @@ class Pipeline:
         finally:
             self.loss = None
 
-    def forget(self) -> None:
-        """Drops a schedule that was interrupted by an error."""
-        self.schedule = None
-
     def _fit(
         self, microbatches: Sequence[tuple[torch.Tensor, ...]], together: Callable[[bool], bool]
     ) -> None:
@@ -114,11 +107,7 @@ class Pipeline:
             assert self.loss is not None
             return self.loss(output, int(index))
 
-        try:
-            schedule = self.factory(self.given, self.count, loss_fn=loss_fn, scale_grads=False)
-        except ValueError as error:
-            error.add_note("Say how many it runs at once: pipeline_value_and_grad(n_microbatches=)")
-            raise
+        schedule = self.factory(self.given, self.count, loss_fn=loss_fn, scale_grads=False)
         if getattr(schedule, "scale_grads", False):
             raise FuncgaError(
                 "schedule_factory returned a schedule with scale_grads=True, which divides by its "

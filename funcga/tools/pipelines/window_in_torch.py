@@ -23,7 +23,6 @@ from funcga._call.arguments import Arguments
 from funcga._call.supported import PIPELINE
 from funcga._types import Scalar, Tree
 from funcga.errors import FuncgaError
-from funcga.folds import Fold
 from funcga.tools.pipelines.schedule_in_torch import Pipeline
 from torch_backend import _private, arrays, trees
 from torch_backend.arrays import recording, recording_loss
@@ -31,7 +30,7 @@ from torch_backend.modules.checks import check_not_wrapped
 from torch_backend.reduce import Reduction
 from torch_backend.reduce.header import nothing_to_fold
 from torch_backend.replicas import Replicas, channel_of, check_alike
-from torch_backend.wrapped.ddp import DDP
+from torch_backend.wrapped.ddp import DDP, assigned
 from torch_backend.wrapped.window import WrappedGradient, WrappedWindow
 
 Values = list[tuple[torch.Tensor, Tree]]  # the loss and the aux of each micro-batch
@@ -72,8 +71,7 @@ class ScheduledWindow(WrappedWindow):
         # Whether a micro-batch of weight 0 is no part of the result, so that a row of another one
         # can stand in for each of its own; and that row, of each input. There may be a NaN in its
         # own rows, which a gradient of 0 does not keep out of the parameters'.
-        folds = trees.flatten(program.fold)[0]
-        self.stands_in = all(isinstance(fold, Fold) and fold.reducer.linear for fold in folds)
+        self.stands_in = program.weighs_all(self.backend)
         self.row: tuple[torch.Tensor, ...] | None = None
 
     def __enter__(self) -> Self:
@@ -84,7 +82,7 @@ class ScheduledWindow(WrappedWindow):
     def __exit__(self, *error: Any) -> bool | None:
         if error[0] is not None:
             # Also where no step has begun here: what follows has to be the same in all processes.
-            self.pipeline.forget()
+            self.pipeline.schedule = None
         return super().__exit__(*error)
 
     # --- micro-batches
@@ -101,12 +99,6 @@ class ScheduledWindow(WrappedWindow):
                 "an argument is CARRY, and grad_fn is that of a pipeline, where the next "
                 "micro-batch begins before the last one has ended: no state can be threaded. Pass "
                 "it whole, in_axes=(0, None, 0), or close over it."
-            )
-        if len(args) < 2:
-            raise FuncgaError(
-                f"a micro-batch has {len(args)} arguments, and those of a pipeline are the inputs "
-                "of the first stage, each a tensor with rows, and one target, which is a tree: "
-                "step(x, y)."
             )
         self.kept.append(Microbatch(args, kwargs, weight))
         self.weights.append(weight)
@@ -150,7 +142,7 @@ class ScheduledWindow(WrappedWindow):
             masks = self.masked()
         # The schedule itself prepares DDP for the last backward pass. The forward pass that infers
         # shapes must not: DDP would take the first backward pass for the last.
-        waiting = wrapper.waiting() if isinstance(wrapper, DDP) else nullcontext()
+        waiting = assigned(wrapper.flags(False)) if isinstance(wrapper, DDP) else nullcontext()
         with recording(), masks, wrapper.synchronising(), waiting:
             pipeline.run(inputs, loss, self._together)
         self.is_last = is_last
@@ -290,18 +282,18 @@ class ScheduledWindow(WrappedWindow):
 
 def _moved(values: Values, device: torch.device) -> Values:
     """The values, whose tensors are on this device."""
-    to_device = lambda tensor: tensor.to(device)
-    moved: Values = _private.pytree.tree_map_only(torch.Tensor, to_device, values)
-    return moved
+    on_device = partial(torch.Tensor.to, device=device)
+    return _private.pytree.tree_map_only(torch.Tensor, on_device, values)  # type: ignore[no-any-return]
 
 
 def _zero(output: Tree) -> torch.Tensor:
     """A zero whose gradient is zero for all tensors of an output, finite or not."""
-    leaves = [leaf for leaf in trees.flatten(output)[0] if leaf.requires_grad]
-    terms = [
-        torch.where(torch.zeros_like(leaf, dtype=torch.bool), leaf, 0).sum() for leaf in leaves
-    ]
-    return torch.stack([term.to(terms[0].dtype) for term in terms]).sum()
+    total = torch.zeros(())
+    for leaf in trees.flatten(output)[0]:
+        if leaf.requires_grad:
+            nothing = torch.where(torch.zeros_like(leaf, dtype=torch.bool), leaf, 0)
+            total = total.to(leaf.device) + nothing.sum()
+    return total
 
 
 @dataclass(frozen=True, eq=False)

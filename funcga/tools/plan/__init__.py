@@ -16,14 +16,11 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
-from funcga._accumulate import TotalsFn
 from funcga._backend import Backend
-from funcga._backend.dispatch import load_imported
 from funcga._call import Memory, Program, read_program, step_program
-from funcga._tools import load
-from funcga._types import GradFn, Tree, WeightFn
-from funcga.errors import FuncgaError, check_callable
-from funcga.folds import FoldTree, mean
+from funcga._types import GradFn, Tree
+from funcga.errors import FuncgaError
+from funcga.folds import mean
 from funcga.tools.reports.tables import text_table
 
 
@@ -126,13 +123,9 @@ def plan(
     *args: Tree,
     memory: int | str | None = None,
     state: Tree = None,
-    fold: FoldTree = mean(),  # noqa: B008 - a frozen value
-    weight: WeightFn | None = None,
-    in_axes: Tree = None,
-    totals: TotalsFn | None = None,
     **kwargs: Tree,
 ) -> Plan:
-    """Finds the smallest n for which `accumulate(grad_fn, n, ...)(*args, **kwargs)` fits in memory.
+    """Finds the smallest n for which `accumulate(grad_fn, n)(*args, **kwargs)` fits in memory.
 
     Nothing is run. In torch the step runs on fake tensors (FakeTensorMode), and every allocation is
     recorded, so the peak is exact in torch's own bytes; workspaces of libraries and fragmentation
@@ -155,15 +148,12 @@ def plan(
 
     Args:
         grad_fn: As for `accumulate`; or a step made by `accumulate` or `coupled`, with its options,
-            in JAX also a replicated one. Its n is ignored.
+            such as accumulate(grad_fn, 1, weight=...), in JAX also a replicated one. Its n is
+            ignored.
         *args: The arguments of the step: parameters and a whole batch.
         memory: The available bytes, including the arguments: a number, or a string such as "14 GiB"
             or "800 MB". By default what is free on the device of the arguments.
         state: A tree of arrays that also have to fit, such as the state of an optimizer.
-        fold: As for `accumulate`.
-        weight: As for `accumulate`.
-        in_axes: As for `accumulate`.
-        totals: As for `accumulate`.
         **kwargs: Keyword arguments of grad_fn, passed whole.
 
     Returns:
@@ -181,7 +171,6 @@ def plan(
         (True, True, True)
         >>> step = funcga.accumulate(funcga.value_and_grad(loss_fn), plan.n)
     """
-    check_callable(grad_fn, "grad_fn", "funcga.value_and_grad(loss_fn)")
     # Of a step in `jax_backend.replicated`, which says what it wraps.
     on_each = getattr(grad_fn, "on_each", None)
     step = grad_fn if on_each is None else grad_fn.step  # type: ignore[attr-defined]
@@ -195,23 +184,11 @@ def plan(
             '1, across="data"), mesh), and count the state of an optimizer in: plan(..., '
             "state=tx.init(params))."
         )
-    if program is not None and (
-        fold != mean() or any(given is not None for given in (weight, in_axes, totals))
-    ):
-        raise FuncgaError(
-            "plan was given a step, which has options of its own, and fold=, weight=, in_axes= or "
-            "totals= beside it. Give these to the step alone: plan(funcga.accumulate(grad_fn, 1, "
-            "weight=...), ...)."
-        )
-    program = replace(
-        program or read_program(grad_fn, fold, weight, in_axes, None), on_each=on_each
-    )
-    if totals is not None:
-        program = load("totals", "totals=").counted(program, totals)
-    backend = _backend(program, args, kwargs, state)
-    return planned(
-        program, backend, args, kwargs, None if memory is None else read_memory(memory), state, job
-    )
+    program = program or read_program(grad_fn, mean(), None, None, None)
+    program = replace(program, on_each=on_each)
+    backend = program.backend(args, kwargs)
+    count = None if memory is None else read_memory(memory)
+    return planned(program, backend, args, kwargs, count, state, job)
 
 
 def planned(
@@ -224,6 +201,7 @@ def planned(
     job: Any = None,
 ) -> Plan:
     """The Plan of a program, or of a step of `coupled` if there is a job."""
+    own = side(backend)
     measured: dict[int, dict[str, int]] = {}
 
     def window(program: Program) -> Callable[..., Tree]:
@@ -234,18 +212,15 @@ def planned(
 
     def measure(n: int) -> dict[str, int]:
         if n not in measured:
-            parts = side(backend).peak(
-                replace(program, n=n, microbatch_size=None), window, args, kwargs, backend
-            )
-            measured[n] = (
-                parts if state is None else {**parts, "state": side(backend).nbytes(state)}
-            )
+            of_n = replace(program, n=n, microbatch_size=None)
+            measured[n] = own.peak(of_n, window, args, kwargs, backend)
+            if state is not None:
+                measured[n]["state"] = own.nbytes(state)
         return measured[n]
 
-    rows = side(backend).rows(program, args, backend)
+    rows = own.rows(program, args, backend)
     if memory is None:
-        own = sum(measure(1).get(name, 0) for name in ("parameters", "batch", "buckets", "state"))
-        memory = available_memory(backend, (args, kwargs, state), own)
+        memory = _free_memory(backend, (args, kwargs, state), measure(1))
     n, fits = smallest_that_fits(measure, rows, memory)
     table = {
         k: PlanRow(k, _size(rows, k), sum(parts.values()), sum(parts.values()) <= memory, parts)
@@ -255,16 +230,6 @@ def planned(
     whole = _whole_batch([*table.values()], rows, memory) if has_line else None
     best = vars(table[n]) | {"n": n if fits else None}
     return Plan(**best, memory=memory, rows=tuple(table.values()), whole_batch=whole)
-
-
-def _backend(
-    program: Program, args: tuple[Tree, ...], kwargs: dict[str, Tree], state: Tree
-) -> Backend:
-    """The backend of a call whose arrays may be shapes alone."""
-    for backend in load_imported():
-        if any(map(side(backend).is_shape, backend.trees.flatten((args, kwargs, state))[0])):
-            return backend
-    return program.backend(args, kwargs)
 
 
 # -- the search
@@ -322,16 +287,17 @@ def _whole_batch(table: list[PlanRow], rows: int, memory: int) -> int | None:
 
 # -- bytes
 
-_UNITS = {"": 1, "B": 1, **{f"{k}B": 1000 ** (i + 1) for i, k in enumerate("KMGT")}}
-_UNITS |= {f"{k}IB": 1024 ** (i + 1) for i, k in enumerate("KMGT")}
-
 
 def read_memory(memory: int | str) -> int:
     """A number of bytes > 0, such as 14000000000, "14 GB" or "14 GiB". Raises FuncgaError for
     anything else.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(memory))
-    count = int(float(match[1]) * _UNITS.get(match[2].upper(), 0)) if match else 0
+    pattern = r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT]?)(i?)B)?\s*"
+    match = re.fullmatch(pattern, str(memory), re.IGNORECASE)
+    count = 0
+    if match:
+        prefix = (match[2] or "").upper()
+        count = int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(prefix))
     if not count:
         raise FuncgaError(
             f"memory is {memory!r}, which is no number of bytes. Write an int, or a string: "
@@ -348,14 +314,14 @@ def size_of(count: int) -> str:
     return f"{size:.0f} {units[0]}" if units[0] == "B" else f"{size:.2f} {units[0]}"
 
 
-def available_memory(backend: Backend, tree: Tree, own: int) -> int:
-    """The available bytes for a call: what is free, plus `own`, the bytes of its arguments."""
-    leaves = backend.trees.flatten(tree)[0]
-    real = [leaf for leaf in leaves if not side(backend).is_shape(leaf)]
-    free = side(backend).free_memory(real)
-    return (_free_on_host() if free is None else free) + (
-        own if len(real) == len(leaves) else side(backend).nbytes(real)
-    )
+def _free_memory(backend: Backend, tree: Tree, parts: dict[str, int]) -> int:
+    """The available bytes for a call: what is free, plus those of its arguments that are there."""
+    own, leaves = side(backend), backend.trees.flatten(tree)[0]
+    free = own.free_memory(leaves)
+    held = ("arguments", "parameters", "batch", "buckets", "state")
+    shapes: int = own.nbytes([leaf for leaf in leaves if own.is_shape(leaf)])
+    there = sum(parts.get(name, 0) for name in held) - shapes
+    return int(_free_on_host() if free is None else free) + there
 
 
 def _free_on_host() -> int:

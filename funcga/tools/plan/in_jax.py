@@ -11,7 +11,6 @@ import jax
 from funcga._backend import Backend
 from funcga._call import Memory, Program
 from funcga._types import Tree
-from funcga.errors import FuncgaError
 from jax_backend import trees
 from jax_backend._private import is_tracing
 
@@ -40,10 +39,10 @@ def nbytes(tree: Tree) -> int:
     return sum({id(leaf): _size(leaf) for leaf in _partition(tree)[0]}.values())
 
 
-def _size(leaf: Any, sharding: Any = None) -> int:
+def _size(leaf: Any) -> int:
     """The bytes of an array, or of its part on one device if it is cut among several."""
-    if sharding is None and isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
-        sharding = leaf.sharding
+    is_of_jax = isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
+    sharding = leaf.sharding if is_of_jax else None
     shape = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
     return int(math.prod(shape)) * int(leaf.dtype.itemsize)
 
@@ -75,39 +74,12 @@ def peak(
     backend: Backend,
 ) -> dict[str, int]:
     """The peak memory of `window(program)(args, kwargs)`, in bytes by what they are."""
-    if program.across is not None and program.on_each is None:
-        raise FuncgaError(
-            "the plan of a step with across= was asked for, whose axis has a meaning inside of "
-            "shard_map alone. Plan it as it runs on a mesh: "
-            "funcga.plan(jax_backend.replicated(step, mesh), params, batch)."
-        )
-    step = window(replace(program, memory=Memory()))
-    (arrays, rebuilt), is_batch = _partition((args, kwargs)), list[bool]()
-
-    def run(args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> Tree:
-        for part in program.read(args, backend).parts:
-            is_batch.extend(
-                bool(part.axes) for leaf in trees.flatten(part.value)[0] if hasattr(leaf, "shape")
-            )
-        return step(args, kwargs)
-
-    function = run if program.on_each is None else partial(program.on_each, run)
+    step, (arrays, rebuilt) = window(replace(program, memory=Memory())), _partition((args, kwargs))
+    function = step if program.on_each is None else partial(program.on_each, step)
     jitted = jax.jit(lambda arrays: function(*rebuilt(arrays)), keep_unused=True)
-    program_of_device = jitted.lower(arrays).compile()
-    sizes = program_of_device.memory_analysis()
-    if sizes is None:
-        raise FuncgaError(
-            "XLA does not say on this platform how much memory a compiled program takes. Let the "
-            "step try sizes when "
-            'it runs: n="auto".'
-        )
-    (shardings,), _ = program_of_device.input_shardings
-    # The leaves of keyword arguments, which are passed whole, are the last.
-    triples = zip(arrays, shardings, is_batch, strict=False)
-    batch = sum(_size(leaf, sharding) for leaf, sharding, is_cut in triples if is_cut)
+    sizes: Any = jitted.lower(arrays).compile().memory_analysis()
     return {
-        "parameters": sizes.argument_size_in_bytes - batch,
-        "batch": batch,
+        "arguments": sizes.argument_size_in_bytes,
         "results": sizes.output_size_in_bytes - sizes.alias_size_in_bytes,
         "temporaries": sizes.temp_size_in_bytes,
     }

@@ -18,25 +18,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcga._backend import Backend
 from funcga._call import Memory, Program, owner_of
-from funcga._call.arguments import groups, starts
+from funcga._call.arguments import Arguments, groups, starts
 from funcga._grad import GradientFunction
 from funcga._types import Tree
 from funcga.errors import FuncgaError
 from funcga.folds import Fold
 from funcga.tools.plan import private_in_torch
-from funcga.tools.plan.wrapped_in_torch import Held, planned
+from funcga.tools.plan.wrapped_in_torch import Held, Unwrapped, planned
 from torch_backend import _private, trees
-from torch_backend.dtensor import as_dtensor, is_dtensor, local_tensors
+from torch_backend.dtensor import as_dtensor, is_dtensor, local, local_tensors
 from torch_backend.modules import PureLoss
 from torch_backend.replicas import PLANNED, Channel
-from torch_backend.wrapped.ddp import Wrapper
 from torch_backend.wrapped.gradient import ModuleGradient
 from torch_backend.wrapped.window import WrappedGradient
-
-_BLOCK = 512  # bytes, of which torch's allocator gives whole blocks
-# micro-batches: the third does what the second did; with a wrapper the fourth what the third, but
-# the last
-_ENOUGH = 2
 
 
 def is_shape(leaf: Any) -> bool:
@@ -57,20 +51,13 @@ def nbytes(tree: Tree) -> int:
 def free_memory(tree: Tree) -> int | None:
     """The free bytes on the device of these arrays; None for the host."""
     devices = {leaf.device for leaf in trees.flatten(tree)[0] if isinstance(leaf, torch.Tensor)}
-    try:
-        return min([_free_on(device) for device in devices if device.type != "cpu"], default=None)
-    except RuntimeError:
-        return None
-
-
-def _free_on(device: torch.device) -> int:
-    memory = torch.accelerator
-    # What the allocator has reserved and does not use is as good as free.
-    return (
-        memory.get_memory_info(device)[0]
-        + memory.memory_reserved(device)
-        - memory.memory_allocated(device)
-    )
+    memory, free = torch.accelerator, []
+    for device in devices:
+        if device.type not in ("cpu", "meta"):
+            # What the allocator has reserved and does not use is as good as free.
+            unused = memory.memory_reserved(device) - memory.memory_allocated(device)
+            free.append(memory.get_memory_info(device)[0] + unused)
+    return min(free, default=None)
 
 
 def is_compiling() -> bool:
@@ -98,21 +85,27 @@ def peak(
     backend: Backend,
 ) -> dict[str, int]:
     """The peak memory of `window(program)(args, kwargs)`, in bytes by what they are."""
-    mode = _mode(program)
+    owner = owner_of(program.grad_fn)
+    # The tool is known by name alone, as it may be taken away.
+    if type(owner).__name__ == "PipelineGradient":
+        raise FuncgaError(
+            "the plan of a step of a pipeline was asked for, whose stages wait for each other, and "
+            "a plan runs in one process, where nobody answers. Plan the step of one stage, as a "
+            "module."
+        )
+    wrapper = planned(owner.wrapper) if isinstance(owner, WrappedGradient) else Unwrapped()
+    mode = private_in_torch.fake_mode()
     fakes = _Fakes(mode)
     args, kwargs = fakes.of((args, kwargs))
-    wrapper = planned(_wrapper(program))
-    parts = {id(part): part for module in _modules(program) for part in module.modules()}.values()
-    with fakes.in_place_of_tensors([*parts, *wrapper.holders()]):
+    with fakes.in_place_of_tensors([*_modules(program), *wrapper.holders()]):
         with mode:
             wrapper.begin()
         arguments = program.read(args, backend)
         batch = _sizes([leaf for leaf, _ in arguments])
-        params = _sizes(
-            trees.flatten(([part.value for part in arguments.parts if not part.axes], kwargs))[0]
-        )
-        args, n = _first(program, args, backend)
+        whole = [part.value for part in arguments.parts if not part.axes]
+        params = _sizes(trees.flatten((whole, kwargs))[0])
         follower = _Follower({**params, **batch}, wrapper.held)
+        args, n = _first(program, arguments, args, isinstance(owner, WrappedGradient))
         step = window(
             replace(program, n=n, microbatch_size=None, memory=Memory(program.memory.step))
         )
@@ -133,30 +126,22 @@ def peak(
         except RuntimeError as error:
             if not private_in_torch.is_for_lack_of_numbers(error):
                 raise
-            raise _reads_numbers(error) from error
-        at_peak = follower.at_peak()
+            raise FuncgaError(
+                "the step asks for numbers that are computed "
+                f"({' '.join(str(error).split())}), as .item(), float(tensor) and x[mask] do, and "
+                "while planning nothing is computed. Write it with tensors alone, as torch.where "
+                'does; or let the step try sizes when it runs: n="auto".'
+            ) from error
         del result
+        at_peak, rest = follower.at_peak(), follower.used_besides()
         # A module also has parameters that the arguments stand in for. What it uses of its own
         # counts.
         of_modules = _sizes([fake for _, fake in fakes.made.values()])
-        params |= {key: follower.outside.pop(key) for key in of_modules if key in follower.outside}
+        params |= {key: rest.pop(key) for key in of_modules if key in rest}
         for name, tensors in wrapper.held().items():  # some of it was there before
-            at_peak[name] += sum([follower.outside.pop(key, 0) for key in _sizes(tensors)])
-        closed_over = sum(follower.outside.values())
+            at_peak[name] += sum([rest.pop(key, 0) for key in _sizes(tensors)])
     found = {"parameters": sum(params.values()), "batch": sum(batch.values()), **at_peak}
-    return {**found, "closed over": closed_over} if closed_over else found
-
-
-def _mode(program: Program) -> Any:
-    """A FakeTensorMode. Raises FuncgaError if the program cannot be planned."""
-    # The tool is known by name alone, as it may be taken away.
-    if type(owner_of(program.grad_fn)).__name__ == "PipelineGradient":
-        raise FuncgaError(
-            "the plan of a step of a pipeline was asked for, whose stages wait for each other, and "
-            "a plan runs in one process, where nobody answers. Plan the step of one stage, as a "
-            "module."
-        )
-    return private_in_torch.fake_mode()
+    return {**found, "closed over": sum(rest.values())} if rest else found
 
 
 @contextmanager
@@ -184,6 +169,10 @@ class _Echo(Channel):
     def send_owed(self) -> None:
         """Nothing: what real steps owe is sent by the next one of them."""
 
+    def gather(self, mine: torch.Tensor) -> Any:
+        """The tensor of all."""
+        return lambda: [mine] * self.count
+
     def exchange(self, mine: list[float]) -> Any:
         """The numbers of all."""
         return lambda: [mine] * self.count
@@ -204,57 +193,38 @@ class _Echo(Channel):
         """A sum, of numbers that mean nothing."""
         return self
 
-    def allgather(self, received: list[list[torch.Tensor]], sent: list[torch.Tensor]) -> "_Echo":
-        """What all have, which stays empty here."""
-        return self
-
     def wait(self) -> None:
         """There is nothing to wait for: what is sent is over as soon as it begins."""
 
 
 def _modules(program: Program) -> list[torch.nn.Module]:
-    """The modules that the gradient function is known to use."""
+    """The modules that the gradient function is known to use, and those inside of them."""
     owner, grad_fn = owner_of(program.grad_fn), program.grad_fn
     loss = grad_fn.loss_fn if isinstance(grad_fn, GradientFunction) else None
     modules = [owner.module] if isinstance(owner, ModuleGradient) else []
-    return [*modules, loss.module] if isinstance(loss, PureLoss) else modules
-
-
-def _wrapper(program: Program) -> Wrapper | None:
-    """What wraps the module of a gradient function; None if nothing does."""
-    owner = owner_of(program.grad_fn)
-    return owner.wrapper if isinstance(owner, WrappedGradient) else None
+    modules += [loss.module] if isinstance(loss, PureLoss) else []
+    return [*{id(part): part for module in modules for part in module.modules()}.values()]
 
 
 def _first(
-    program: Program, args: tuple[Tree, ...], backend: Backend
+    program: Program, arguments: Arguments, args: tuple[Tree, ...], is_wrapped: bool
 ) -> tuple[tuple[Tree, ...], int | None]:
-    """The arguments of the first micro-batches, and the last one if it differs; their number.
+    """The arguments of the first micro-batches, and the last one if the module is wrapped; their
+    number.
 
-    The others are like the second one.
+    All others are like the second one, or the third one if the module is wrapped.
     """
-    arguments, n = program.read(args, backend), program.n
+    n, enough = program.n, 4 if is_wrapped else 2
     folds = [fold for fold in trees.flatten(program.fold)[0] if isinstance(fold, Fold)]
     # What collects or threads may hold more with each micro-batch.
     grows = arguments.state or any(fold.reducer.monoid.collective is None for fold in folds)
-    is_wrapped = _wrapper(program) is not None
-    enough = _ENOUGH + 2 * is_wrapped
     if n is None or n <= enough or grows or program.prologue is not None:
         return args, n
     sizes = [size for _, size in starts(groups(arguments.rows(), n, None))]
     # The first micro-batches are the larger ones, so that rows for all of these are cut into the
     # same sizes.
-    sizes = [*sizes[: enough - 1], sizes[-1]] if is_wrapped else sizes[:enough]
+    sizes = [*sizes[:3], sizes[-1]] if is_wrapped else sizes[:2]
     return arguments.cut(0, sum(sizes), []), enough
-
-
-def _reads_numbers(error: BaseException) -> FuncgaError:
-    return FuncgaError(
-        f"the step asks for numbers that are computed ({' '.join(str(error).split())}), as "
-        ".item(), float(tensor) and x[mask] do, and while planning nothing is computed. Write it "
-        "with tensors alone, as torch.where does; or let "
-        'the step try sizes when it runs: n="auto".'
-    )
 
 
 class _Fakes:
@@ -288,23 +258,19 @@ class _Fakes:
         return self.made[id(leaf)][1]
 
     def _new(self, leaf: Any) -> Any:
+        is_parameter = isinstance(leaf, torch.nn.Parameter)
         if not is_shape(leaf):
             # A tensor that is computed is detached by `.data`, which asks nothing of its graph.
-            return self.mode.from_tensor(
-                leaf if isinstance(leaf, torch.nn.Parameter) else leaf.data
-            )
+            return self.mode.from_tensor(leaf if is_parameter else leaf.data)
         if is_dtensor(leaf):
-            fake = as_dtensor(self.of_leaf(_private.local_tensor(leaf)), leaf)
+            fake = as_dtensor(self.of_leaf(local(leaf)), leaf)
         else:
+            device = torch.get_default_device()
             with self.mode:
                 fake = torch.empty_strided(
-                    leaf.shape, leaf.stride(), dtype=leaf.dtype, device=torch.get_default_device()
+                    leaf.shape, leaf.stride(), dtype=leaf.dtype, device=device
                 )
-        return (
-            torch.nn.Parameter(fake, leaf.requires_grad)
-            if isinstance(leaf, torch.nn.Parameter)
-            else fake
-        )
+        return torch.nn.Parameter(fake, leaf.requires_grad) if is_parameter else fake
 
     @contextmanager
     def in_place_of_tensors(self, holders: Iterable[object]) -> Iterator[None]:
@@ -341,7 +307,6 @@ class _Block:
     """
 
     size: int
-    granule: int
     kind: str
     born: int
     names: list[str]
@@ -351,14 +316,15 @@ class _Block:
 class _Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records every storage that is allocated while it is entered, until it is freed.
 
-    `held()` returns the tensors that a wrapper holds, by their names in a plan.
+    `known` has the bytes of the arguments' storages; `held()` returns the tensors that a wrapper
+    holds, by their names in a plan.
     """
 
     def __init__(self, known: dict[int, int], held: Callable[[], Held]):
         super().__init__()  # type: ignore[no-untyped-call]
-        self.known, self.held = {*known}, held
+        self.known, self.held = known, held
+        self.outside = {**known}  # the bytes of storages that are used, and were there before
         self.live: dict[int, _Block] = {}  # the last block of every storage
-        self.outside: dict[int, int] = {}  # what is used, and was there before
         self.blocks: list[_Block] = []
         self.deltas: list[int] = []  # of every allocation, and of every end
         self.in_backward = False
@@ -369,10 +335,8 @@ class _Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         def resize(storage: torch.UntypedStorage, size: int) -> Any:
             done = own(storage, size)
-            if storage.device.type == "meta" and (
-                id(storage) in self.live or self._is_new(storage)
-            ):
-                self._follow(storage)
+            if storage.device.type == "meta" and id(storage) not in self.outside:
+                self._follow(storage, storage.nbytes())
             return done
 
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
@@ -387,30 +351,29 @@ class _Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.in_backward and not in_backward:
             self._noted()
         self.in_backward = in_backward
-        for tensor, storage in _storages(_tensors((args, kwargs))):
+        for tensor, storage in _storages((args, kwargs)):
             if self._is_new(storage):
-                self.outside[id(storage)] = _rounded(storage.nbytes(), _granule(tensor))
+                self.outside[id(storage)] = _bytes(tensor)
                 weakref.finalize(storage, self.outside.pop, id(storage), None).atexit = False
         out = op(*args, **(kwargs or {}))
-        for tensor, storage in _storages(_tensors(out)):
+        for tensor, storage in _storages(out):
             if self._is_new(storage):
-                self._follow(storage, _granule(tensor))
+                self._follow(storage, _bytes(tensor))
         return out
 
     def _is_new(self, storage: Any) -> bool:
-        return not any(id(storage) in seen for seen in (self.live, self.known, self.outside))
+        return id(storage) not in self.live and id(storage) not in self.outside
 
-    def _follow(self, storage: Any, granule: int = 1) -> None:
+    def _follow(self, storage: Any, size: int) -> None:
         """Notes the size of a storage that is new, or has another size than before."""
         last, names = self.live.get(id(storage)), list[str]()
         if last is None:
             weakref.finalize(storage, self._ended, id(storage)).atexit = False
         else:
             self._freed(last)
-            granule, names = last.granule, last.names
-        size = _rounded(storage.nbytes(), granule)
+            names = last.names
         kind = "gradients" if _private.graph_task() != -1 else "activations"
-        self.live[id(storage)] = block = _Block(size, granule, kind, len(self.deltas), names)
+        self.live[id(storage)] = block = _Block(size, kind, len(self.deltas), names)
         self.blocks.append(block)
         self.deltas.append(size)
 
@@ -426,7 +389,7 @@ class _Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for block in self.live.values():
             block.kind = "sums"
         for name, tensors in self.held().items():
-            for _, storage in _storages(_tensors(tensors)):
+            for _, storage in _storages(tensors):
                 if id(storage) in self.live:
                     self.live[id(storage)].names[:] = [name]
 
@@ -442,34 +405,26 @@ class _Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 bytes_of[block.names[0] if block.names else block.kind] += block.size
         return bytes_of
 
+    def used_besides(self) -> dict[int, int]:
+        """The bytes of storages that were there before, and are not those of the arguments."""
+        return {key: size for key, size in self.outside.items() if key not in self.known}
 
-def _tensors(tree: Any) -> list[Any]:
-    return [leaf for leaf in _private.pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
-
-def _storages(leaves: Sequence[Any]) -> list[tuple[torch.Tensor, Any]]:
-    """(tensor, its storage) of every plain tensor among the leaves, and of the shards of
-    DTensors.
-    """
-    return [
-        (leaf, leaf.untyped_storage())
-        for leaf in local_tensors(leaves)
-        if leaf.layout is torch.strided
-    ]
+def _storages(tree: Any) -> list[tuple[torch.Tensor, Any]]:
+    """(tensor, its storage) of every plain tensor in a tree, and of the shards of DTensors."""
+    leaves = _private.pytree.tree_leaves(tree)
+    tensors = local_tensors([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
+    return [(leaf, leaf.untyped_storage()) for leaf in tensors if leaf.layout is torch.strided]
 
 
 def _sizes(leaves: Sequence[Any]) -> dict[int, int]:
     """The bytes of every storage that the leaves lie in."""
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    return {
-        id(storage): _rounded(storage.nbytes(), _granule(leaf))
-        for leaf, storage in _storages(tensors)
-    }
+    return {id(storage): _bytes(leaf) for leaf, storage in _storages(leaves)}
 
 
-def _granule(tensor: torch.Tensor) -> int:
-    return 1 if tensor.device.type in ("cpu", "meta") else _BLOCK
-
-
-def _rounded(size: int, granule: int) -> int:
-    return -(-size // granule) * granule
+def _bytes(tensor: torch.Tensor) -> int:
+    """The bytes of the storage of a tensor, of which torch's allocator gives whole blocks on a
+    device.
+    """
+    block = 1 if tensor.device.type in ("cpu", "meta") else 512
+    return -(-tensor.untyped_storage().nbytes() // block) * block

@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -27,14 +28,15 @@ class Search:
         self.program = program
         # Imported now, as torch.compile cannot trace an import.
         self.sides = {backend.name: side(backend) for backend in load_imported()}
-        self.fitted: dict[Any, int] = {}
+        self.fitted: dict[Any, int | None] = {}
         self.programs: dict[int, Program] = {}
 
     def __call__(
         self, backend: Backend, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[int, Any]:
         """(n, the result). Raises what the framework raises if not even one row at a time fits."""
-        if (self.sides.get(backend.name) or side(backend)).is_compiling():
+        own = self.sides.get(backend.name) or side(backend)
+        if own.is_compiling():
             raise FuncgaError(
                 'n="auto" tries sizes out when it is called, which cannot be done in a program '
                 "that is being compiled. "
@@ -42,7 +44,6 @@ class Search:
             )
         leaves = filter(backend.arrays.is_array, backend.trees.flatten((args, kwargs))[0])
         key = backend.name, *[(tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves]
-        rows = self.program.read(args, backend).rows()
         owner = owner_of(self.program.grad_fn)
         undo = None if owner is None else owner.snapshot()
 
@@ -57,24 +58,16 @@ class Search:
                     leaf.block_until_ready()
             return result
 
-        fitted = self.fitted[key] if key in self.fitted else self._planned(backend, args, kwargs)
-        n, result = smallest(run, rows, side(backend).is_out_of_memory, fitted)
-        # Least recently used: the latest shapes are last in the dict, and the first is
-        # forgotten.
-        self.fitted.pop(key, None)
-        self.fitted[key] = n
+        if key not in self.fitted:
+            # An invalid call raises in the attempt, too.
+            with suppress(Exception):
+                self.fitted[key] = planned(self.program, backend, args, kwargs).n
+        rows = self.program.read(args, backend).rows()
+        n, result = smallest(run, rows, own.is_out_of_memory, self.fitted.get(key))
         if len(self.fitted) > _SHAPES:
-            del self.fitted[next(iter(self.fitted))]
+            self.fitted.clear()
+        self.fitted[key] = n
         return n, result
-
-    def _planned(
-        self, backend: Backend, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> int | None:
-        """The n of a plan; None if it cannot be planned."""
-        try:
-            return planned(self.program, backend, args, kwargs).n
-        except Exception:
-            return None  # an invalid call raises in the attempt, too
 
 
 def smallest(
@@ -87,10 +80,15 @@ def smallest(
 
     `fitted` is one that had enough before. It is tried first, and is the answer if it still has.
     """
-
-    def attempt(n: int) -> tuple[bool, Any]:
+    # Invariant: `too_few` micro-batches are taken not to fit, and `enough` fit, once that is known.
+    # Double until something fits, then halve the gap below it.
+    n, too_few = (1, 0) if fitted is None else (min(fitted, most), fitted - 1)
+    enough, result = None, None
+    while enough is None or enough - too_few > 1:
+        result = None  # frees its memory for the next attempt
         try:
-            return True, run(n)
+            result = run(n)
+            enough = n
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -100,21 +98,12 @@ def smallest(
                     "either."
                 )
                 raise
+            too_few = n
         # Not in the `except` block, where the error still references frames and their arrays.
-        gc.collect()
-        return False, None
-
-    n, too_few = (1, 0) if fitted is None else (min(fitted, most), fitted - 1)
-    fits, result = attempt(n)
-    # Invariant: `too_few` micro-batches are taken not to fit. Double until something fits, ...
-    while not fits:
-        too_few, n = n, min(2 * n, most)
-        fits, result = attempt(n)
-    # ... then halve the gap below it.
-    while n - too_few > 1:
-        middle = (n + too_few) // 2
-        result = None  # frees its memory for the next attempt
-        fits, result = attempt(middle)
-        n, too_few = (middle, too_few) if fits else (n, middle)
+        if too_few == n:
+            gc.collect()
+        n = min(2 * n, most) if enough is None else (enough + too_few) // 2
     # If the last attempt did not fit, the result of n is gone: run it again.
-    return (n, result) if fits else smallest(run, most, is_out_of_memory, n)
+    if result is None:
+        return smallest(run, most, is_out_of_memory, enough)
+    return enough, result

@@ -139,11 +139,9 @@ class _FSDP2(Unwrapped):
 _OF = {"DDP": _DDP, "Replicate": _DDP, "FSDP1": _FSDP1, "FSDP2": _FSDP2}
 
 
-def planned(wrapper: Wrapper | None) -> Unwrapped:
-    """What a plan asks of what wraps a module, or of nothing."""
-    if wrapper is None:
-        return Unwrapped()
+def planned(wrapper: Wrapper) -> Unwrapped:
+    """What a plan asks of what wraps a module."""
     # By name: the file of a wrapper is loaded only when a module is wrapped.
-    found: type = _OF[type(wrapper).__name__]
-    asked: Unwrapped = found(wrapper)
+    kind: Any = _OF[type(wrapper).__name__]
+    asked: Unwrapped = kind(wrapper)
     return asked

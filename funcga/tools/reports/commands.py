@@ -153,20 +153,6 @@ def show() -> None:
     print(text_table(lines))
 
 
-def check_installed(*modules: str, extra: str = "parity") -> None:
-    """Raises FuncgaError if a module cannot be imported, with the extra that installs it."""
-    for module in modules:
-        if not _is_found(module):
-            raise FuncgaError(
-                f"{_DISTRIBUTIONS.get(module, module)} is not installed, and this command needs "
-                f"it: pip install 'funcga[{extra}]'"
-            )
-
-
-# Where a package is not installed by the name that it is imported by.
-_DISTRIBUTIONS = {"sklearn": "scikit-learn"}
-
-
 def _is_found(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None

@@ -51,7 +51,7 @@ def save(figure: "Figure", name: str, file: str | PathLike[str]) -> None:
     try:
         figure.savefig(file, dpi=120)
     except (OSError, ValueError) as error:
-        why = ": name a .png, .svg or .pdf file."
-        if isinstance(error, OSError):
-            why = f": {error.strerror}. Name a file in a folder that exists."
-        raise FuncgaError(f"{name} cannot write {str(file)!r}{why}") from error
+        raise FuncgaError(
+            f"{name} cannot write {str(file)!r}: {error}. Name a .png, .svg or .pdf file in a "
+            "folder that exists."
+        ) from error

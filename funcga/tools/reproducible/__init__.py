@@ -8,8 +8,7 @@ from funcga._fold import check_quantity
 from funcga.errors import FuncgaError
 from funcga.folds import Fold
 from funcga.reducers import Reducer
-from funcga.tools.reproducible import exact
-from funcga.tools.reproducible.exact import GREATEST, LEAST, Finish, Lift
+from funcga.tools.reproducible.exact import GREATEST, LEAST, Finish, Lift, monoid
 
 
 def reproducible(fold: Fold, *, limit: float = 2.0**20) -> Fold:
@@ -50,38 +49,29 @@ def reproducible(fold: Fold, *, limit: float = 2.0**20) -> Fold:
         >>> torch.equal(step(torch.tensor(1.0), x), step(torch.tensor(1.0), x.flip(0)))
         True
     """
-    if not isinstance(fold, Fold):
-        raise FuncgaError(
-            f"reproducible was given {fold!r}, and takes one Fold. In a tree of folds write it "
-            "around each of them: fold=(funcga.reproducible(funcga.mean()), funcga.concat())"
-        )
     check_quantity(
         "limit", limit, "2.0**20", "a number from 2**-40 to 2**60", least=LEAST / 2, most=GREATEST
     )
     reducer, normalizer = fold.reducer, fold.normalizer
     if isinstance(reducer.lift, Lift) or reducer.monoid in (monoids.max, monoids.min):
         return fold
-    divides_by = normalizer.divides_by
-    dtype = str(reducer.dtype).rpartition(".")[2]
-    if not reducer.additive or (
-        divides_by is None and normalizer.apply is not normalizers.identity.apply
-    ):
+    only_divides = normalizer.divides_by or normalizer.apply is normalizers.identity.apply
+    if not (reducer.additive and only_divides):
         raise FuncgaError(
             f"reproducible was given the fold `{fold.name}`, and has exact sums for mean(), "
             "per_weight() and sum() alone. Fold by one of these; `concat()` and `carry()` keep the "
             "order that they are given."
         )
-    if dtype not in ("None", "float32", "float64"):
+    if str(reducer.dtype).rpartition(".")[2] not in ("None", "float32", "float64"):
         raise FuncgaError(
-            f"reproducible was given a fold that accumulates in {dtype}, and has exact sums for "
-            "float32 and float64. Leave the dtype out: floats of 16 bits are accumulated in "
-            "float32."
+            f"reproducible was given a fold that accumulates in {reducer.dtype}, and has exact "
+            "sums for float32 and float64. Leave the dtype out: floats of 16 bits are accumulated "
+            "in float32."
         )
     limit = 2.0 ** math.ceil(math.log2(limit))
-    finish = Finish(divides_by, limit)
+    finish = Finish(normalizer.divides_by, limit)
     kinds = tuple([kind for kind in reducer.kinds if kind != "complex"])
-    lift = Lift(reducer.lift, limit, reducer.linear)
     return Fold(
-        Reducer(lift, exact.monoid, reducer.dtype, kinds, per_element=True, of_bits=True),
+        Reducer(Lift(fold, limit), monoid, reducer.dtype, kinds, per_element=True, of_bits=True),
         replace(normalizer, apply=finish, divides_by=None, lost=finish.lost),
     )

@@ -41,12 +41,11 @@ Design note: docs/concepts/inside_exact.md.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, NamedTuple
 
-from funcga import normalizers, reducers
 from funcga._types import Array, Dtype, Namespace, Reduced, Scalar
 from funcga.errors import FuncgaError
 from funcga.folds import Fold
@@ -69,28 +68,18 @@ def no_derivative() -> FuncgaError:
 
 
 class Format(NamedTuple):
-    """How numbers of one dtype are held: the bits of a float's mantissa, and those of a digit."""
+    """How numbers of one dtype are held: the bits of a float's mantissa, those of a digit, and
+    those of a piece, three of which are two digits; all bits of a float but its sign; and the
+    exponent of infinity and NaN, as it stands in the bits of a float.
+    """
 
     floats: Dtype
     integers: Dtype
-    bits: int
     mantissa: int
     digit: int
-
-    @property
-    def piece(self) -> int:
-        """The bits of a piece, three of which are two digits."""
-        return self.digit * 2 // 3
-
-    @property
-    def positive(self) -> int:
-        """All bits of a float but its sign."""
-        return (1 << (self.bits - 1)) - 1
-
-    @property
-    def most(self) -> int:
-        """The exponent, as it stands in the bits of a float, of infinity and NaN."""
-        return (1 << (self.bits - self.mantissa)) - 1
+    piece: int
+    positive: int
+    most: int
 
     def bits_of(self, power: float) -> int:
         """The bits of a power of two."""
@@ -101,18 +90,12 @@ class Format(NamedTuple):
         bits, top = number.view(self.integers), 1 << (self.mantissa - 1)
         return (bits >> (self.mantissa - 1)) & self.most, (bits & (top - 1)) | top
 
-    def is_unusual(self, exponent: Array) -> Array:
-        """An integer below 0 where an exponent is not that of a normal number."""
-        return (exponent - 1) | (self.most - 1 - exponent)
-
 
 def format_of(xp: Namespace, dtype: Dtype) -> Format:
     """The Format for sums in this dtype, float32 or float64."""
-    return (
-        Format(xp.float64, xp.int64, 64, 53, 60)
-        if dtype == xp.float64
-        else Format(xp.float32, xp.int32, 32, 24, 30)
-    )
+    if dtype == xp.float64:
+        return Format(xp.float64, xp.int64, 53, 60, 40, 2**63 - 1, 2**11 - 1)
+    return Format(xp.float32, xp.int32, 24, 30, 20, 2**31 - 1, 2**8 - 1)
 
 
 def _cast(array: Array, dtype: Dtype) -> Array:
@@ -171,70 +154,68 @@ def _finite(xp: Namespace, numbers: Array) -> Array:
     return xp.nan_to_num(numbers, nan=0.0, posinf=0.0, neginf=0.0)
 
 
-def added(xp: Namespace, a: Sequence[Array], b: Sequence[Array]) -> tuple[Array, ...]:
-    """The sum of two, of which each may be a term or a sum. Its digits are in [0, 2**digit)."""
-    form = format_of(xp, a[0].dtype)
+def _carried(terms: Iterable[Array], bits: int) -> tuple[Array, list[Array]]:
+    """(what is carried out, digits of so many bits, most significant first) of terms of any size,
+    least significant first.
+    """
+    carry: Array = None
     digits: list[Array] = []
-    carry: Array = 0
-    for left, right in zip(a[:0:-1], b[:0:-1], strict=True):
-        total = left + right + carry if digits else left + right
-        carry = total >> form.digit
-        digits.append(total & ((1 << form.digit) - 1))
-    return a[0] + b[0] + _cast(carry, form.floats), *digits[::-1]
+    for term in terms:
+        total = term if carry is None else term + carry
+        carry = total >> bits
+        digits.append(total & ((1 << bits) - 1))
+    return carry, digits[::-1]
 
 
-def pieces(xp: Namespace, total: Sequence[Array]) -> tuple[Array, ...]:
+def added(xp: Namespace, a: Reduced, b: Reduced) -> Reduced:
+    """The sum of two, of which each may be a term or a sum. Its digits are in [0, 2**digit)."""
+    if not isinstance(a, tuple):
+        return a + b
+    form = format_of(xp, a[0].dtype)
+    pairs = zip(a[:0:-1], b[:0:-1], strict=True)
+    carry, digits = _carried((left + right for left, right in pairs), form.digit)
+    return a[0] + b[0] + _cast(carry, form.floats), *digits
+
+
+def pieces(xp: Namespace, total: Reduced) -> Reduced:
     """A sum as numbers to be added up over MOST replicas at most, by any addition of floats and
     integers.
     """
-    form = format_of(xp, total[0].dtype)
-    mask, half = (1 << form.piece) - 1, form.piece // 2
+    if not isinstance(total, tuple):
+        return total
+    piece = format_of(xp, total[0].dtype).piece
+    mask, half = (1 << piece) - 1, piece // 2
     cut: list[Array] = []
     for high, low in zip(total[1::2], total[2::2], strict=True):
-        middle = (low >> form.piece) | ((high & ((1 << half) - 1)) << half)
+        middle = (low >> piece) | ((high & ((1 << half) - 1)) << half)
         cut += [high >> half, middle, low & mask]
     return total[0], *cut
 
 
-def joined(xp: Namespace, sums: Sequence[Array]) -> tuple[Array, ...]:
+def joined(xp: Namespace, sums: Reduced) -> Reduced:
     """The sum whose `pieces` were added up."""
+    if not isinstance(sums, tuple):
+        return sums
     form = format_of(xp, sums[0].dtype)
-    mask, half = (1 << form.piece) - 1, form.piece // 2
-    carried: list[Array] = []
-    carry: Array = 0
-    for piece in sums[:0:-1]:
-        total = piece + carry if carried else piece
-        carry = total >> form.piece
-        carried.append(total & mask)
-    digits: list[Array] = []
-    for low, middle, high in zip(carried[::3], carried[1::3], carried[2::3], strict=True):
-        digits += [
-            low | ((middle & ((1 << half) - 1)) << form.piece),
-            (middle >> half) | (high << half),
-        ]
-    return sums[0] + _cast(carry, form.floats), *digits[::-1]
-
-
-def is_beyond(xp: Namespace, total: Sequence[Array]) -> Array:
-    """Whether any term was out of range: a 0-d bool."""
-    return (_finite(xp, total[0]) >= BEYOND / 2).any()
+    half, digits = form.piece // 2, list[Array]()
+    carry, cut = _carried(sums[:0:-1], form.piece)
+    for high, middle, low in zip(cut[::3], cut[1::3], cut[2::3], strict=True):
+        digits.append((high << half) | (middle >> half))
+        digits.append(((middle & ((1 << half) - 1)) << form.piece) | low)
+    return sums[0] + _cast(carry, form.floats), *digits
 
 
 def rounded(xp: Namespace, total: Sequence[Array], limit: float) -> Array:
     """A sum as a float, one of the two next to it; NaN where a term was out of range."""
     form = format_of(xp, total[0].dtype)
     # Digits of either sign, of which the first that is not 0 tells the size: nothing cancels below.
-    digits: list[Array] = []
-    carry: Array = 0
-    for digit in total[:0:-1]:
-        moved = digit + carry if digits else digit
-        carry = (moved + (1 << (form.digit - 1))) >> form.digit
-        digits.append(moved - (carry << form.digit))
+    half = 1 << (form.digit - 1)
+    carry, digits = _carried((digit + half for digit in total[:0:-1]), form.digit)
     unit = unit_of(total[0].ndim, limit, form)
     number = (total[0] + _cast(carry, form.floats)) * unit
-    for digit in digits[::-1]:
+    for digit in digits:
         unit *= 2.0**-form.digit
-        number = number + _cast(digit, form.floats) * unit
+        number = number + _cast(digit - half, form.floats) * unit
     # Infinite where a term was out of range, else 0: of which the difference to itself is NaN, or
     # 0.
     most = 2.0 ** (form.most >> 1)
@@ -247,8 +228,6 @@ def quotient(xp: Namespace, number: Array, divisor: Scalar) -> Array:
 
     A result below the normal numbers is 0.
     """
-    if isinstance(divisor, int | float) and not divisor:
-        return xp.zeros_like(number)
     form = format_of(xp, number.dtype)
     below = form.mantissa - 1
     total = xp.zeros_like(number.reshape(-1)[:1]).sum() + divisor  # where and what the number is
@@ -267,13 +246,15 @@ def quotient(xp: Namespace, number: Array, divisor: Scalar) -> Array:
     for away in (total_mantissa, 3 * total_mantissa):
         result = result - _negative(away - twice) + _negative(twice + away)
     power = exponent + is_less + ((form.most >> 1) - total_exponent)
-    is_usual = ~_negative(
-        form.is_unusual(power) | form.is_unusual(exponent) | form.is_unusual(total_exponent)
-    )
+    unusual = (power - 1) | (form.most - 1 - power)  # below 0 if not that of a normal number
+    for each in (exponent, total_exponent):
+        unusual = unusual | (each - 1) | (form.most - 1 - each)
     magnitude = ((power - 1) << below) + result
     sign = number.view(form.integers) & ~form.positive
-    exact = ((magnitude | sign) & is_usual).view(form.floats) + _not_finite(xp, number / total)
-    return exact if isinstance(divisor, int | float) else xp.where(total != 0, exact, 0.0)
+    exact = ((magnitude | sign) & ~_negative(unusual)).view(form.floats) + _not_finite(
+        xp, number / total
+    )
+    return xp.where(total != 0, exact, 0.0)
 
 
 # -- the parts of a fold. A sum of integers is exact as it is: one array, which is left alone.
@@ -293,31 +274,15 @@ def _check_readable(tensor: Array) -> None:
 
 @dataclass(frozen=True)
 class Lift:
-    """What a reducer's own lift makes of a value, as an exact sum of one term."""
+    """What the lift of a `plain` fold makes of a value, as an exact sum of one term."""
 
-    lift: Callable[[Namespace, Array, Scalar], Array]
+    plain: Fold
     limit: float
-    is_weighted: bool
 
     @property
     def name(self) -> str:
         """What it is called among folds."""
-        return f"exact {'weighted' if self.is_weighted else 'sum'} below {self.limit:g}"
-
-    def plain(self, fold: Fold) -> Fold:
-        """The same fold without exact sums."""
-        finish = fold.normalizer.apply
-        if not isinstance(finish, Finish):
-            return fold
-        dtype, out_dtype = fold.reducer.dtype, fold.normalizer.dtype
-        reducer = reducers.weighted if self.is_weighted else reducers.sum
-        stock = {
-            "weight": normalizers.by_weight,
-            "steps": normalizers.by_steps,
-            None: normalizers.identity,
-        }
-        normalizer = stock[finish.divides_by]
-        return Fold(replace(reducer, dtype=dtype), replace(normalizer, dtype=out_dtype))
+        return f"exact {self.plain.name.partition(',')[0]} below {self.limit:g}"
 
     def __call__(self, xp: Namespace, value: Array, weight: Scalar) -> Reduced:
         """The exact sum of one term."""
@@ -325,23 +290,11 @@ class Lift:
             _check_readable(value)
         else:
             value = import_module("funcga.tools.reproducible.in_jax").readable(value)
-        term = self.lift(xp, value, weight)
+        term = self.plain.reducer.lift(xp, value, weight)
         return expanded(xp, term, self.limit) if "float" in str(term.dtype) else term
 
 
-def _combine(xp: Namespace, a: Reduced, b: Reduced) -> Reduced:
-    return added(xp, a, b) if isinstance(a, tuple) else a + b
-
-
-def _sent(xp: Namespace, total: Reduced) -> Reduced:
-    return pieces(xp, total) if isinstance(total, tuple) else total
-
-
-def _received(xp: Namespace, sums: Reduced) -> Reduced:
-    return joined(xp, sums) if isinstance(sums, tuple) else sums
-
-
-monoid = Monoid(plain_sum.identity, _combine, collective="sum", sent=_sent, received=_received)
+monoid = Monoid(plain_sum.identity, added, collective="sum", sent=pieces, received=joined)
 
 
 @dataclass(frozen=True)
@@ -378,7 +331,7 @@ class Finish:
         most = self.limit * (1 if total[0].ndim else 2.0**30)
         return [
             (
-                is_beyond(xp, total),
+                (_finite(xp, total[0]) >= BEYOND / 2).any(),
                 f"a weighted value of one micro-batch is not below {most:.3g}, and an exact sum "
                 "is held in a range that is fixed beforehand. Make the loss or the weights "
                 "smaller, or the range larger: funcga.reproducible(fold, "

@@ -49,7 +49,7 @@ def folding(outputs: Outputs, traced: Traced, readings: Any) -> Callable[..., Le
         == (outputs.shapes[leaf_index], outputs.dtypes[leaf_index])
         for leaf_index in outputs.reduced
     )
-    folds = dict(zip(outputs.reduced, outputs.reduced_folds, strict=True)) if is_alike else {}
+    folds = outputs.reduced if is_alike else {}
     reducers = {leaf_index: fold.fold.reducer for leaf_index, fold in folds.items()}
     stacked = [
         leaf_index
@@ -62,7 +62,7 @@ def folding(outputs: Outputs, traced: Traced, readings: Any) -> Callable[..., Le
     if not stacked:
         return None
     paths, of_tally = outputs.paths(), jax.tree.structure(tally_type)
-    observed = () if readings is None else readings.leaf_indices
+    observed = () if readings is None else readings.indices
 
     def fold(weigh: Callable[[Tree], Weighed], *operands: Tree) -> Leaves | None:
         args = jax.tree.leaves(operands)
@@ -234,7 +234,8 @@ class _Part(NamedTuple):
         """The accumulator and the measures before the first layer."""
         measures, readings = jnp.zeros(0), self.readings
         if readings is not None:
-            measures = jnp.zeros(len(readings.observers.measures), readings.dtype)
+            count = len(readings.measures)
+            measures = jnp.zeros((count,) if count > 1 else (), readings.dtype)
         return _FoldedStack(self.into().accumulator, measures)
 
     def fold_layer(
@@ -249,7 +250,7 @@ class _Part(NamedTuple):
         row = self.into().combine(jax.tree.map(take, accumulator), value)
         put = partial(lax.dynamic_update_index_in_dim, index=layer_index, axis=0)
         if self.readings is not None:
-            measures = measures + self.readings.measures_of([value])[0]
+            measures = measures + self.readings.row(value)
         return _FoldedStack(jax.tree.map(put, accumulator, row), measures)
 
 

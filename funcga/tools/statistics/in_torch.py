@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from funcga._types import LossFn
 from funcga.errors import FuncgaError
 from funcga.normalizers import Pooled
-from funcga.statistics import checked, update
+from funcga.statistics import running_statistics
 from torch_backend import _private, arrays
 from torch_backend.modules.visits import with_state
 
@@ -112,8 +112,8 @@ def _leaf(name: str, layer: nn.BatchNorm1d, count: int | None) -> torch.Tensor:
 
 
 def _watched_layers(module: nn.Module) -> dict[str, nn.BatchNorm1d]:
-    """The layers in train mode that have running statistics. Raises FuncgaError if there is
-    none, or one is synced.
+    """The layers in train mode that have running statistics. Raises FuncgaError if one is
+    synced.
     """
     layers = {
         name: layer for name, layer in module.named_modules() if _tracks(layer) and layer.training
@@ -125,12 +125,6 @@ def _watched_layers(module: nn.Module) -> dict[str, nn.BatchNorm1d]:
                 "with the count of one. Use BatchNorm, and let funcga merge them: accumulate(..., "
                 "fold=..., across=group)."
             )
-    if not layers:
-        raise FuncgaError(
-            f"statistics=True, and {type(module).__name__} has no BatchNorm layer that would "
-            "update running statistics: one in train mode, with track_running_stats=True. Call "
-            "module.train(), or leave statistics=True out."
-        )
     return layers
 
 
@@ -170,8 +164,18 @@ def running_buffers(module: nn.Module, pooled: Mapping[str, Pooled]) -> dict[str
     }
     after: dict[str, torch.Tensor] = {}
     for name, statistics in pooled.items():
-        buffers = _after_one_more(name, layers[name], statistics)
-        after |= {f"{name}.{key}" if name else key: value for key, value in buffers.items()}
+        layer, prefix = layers[name], f"{name}." if name else ""
+        batches, share = layer.num_batches_tracked, layer.momentum
+        if batches is not None:
+            # A layer that has seen nothing has had no batch.
+            batches = batches + (isinstance(statistics, Pooled) and (statistics.count > 0).any())
+            after[f"{prefix}num_batches_tracked"] = batches
+        if share is None:  # the average over all batches
+            share = 0.0 if batches is None else 1 / batches.clamp(min=1)
+        old = {name: {"mean": layer.running_mean, "var": layer.running_var}}
+        with torch.no_grad():
+            new = running_statistics(old, {name: statistics}, share=share, unbiased=True)[name]
+        after |= {f"{prefix}running_{key}": value for key, value in new.items()}
     return after
 
 
@@ -182,25 +186,3 @@ def _tracks(layer: nn.Module) -> TypeGuard[nn.BatchNorm1d]:
         and layer.track_running_stats
         and layer.running_mean is not None
     )
-
-
-def _after_one_more(name: str, layer: nn.BatchNorm1d, pooled: Pooled) -> dict[str, torch.Tensor]:
-    """The buffers of a layer after one more batch. Raises FuncgaError for anything that is not
-    pooled.
-    """
-    mean, variance, count = layer.running_mean, layer.running_var, layer.num_batches_tracked
-    assert mean is not None
-    assert variance is not None
-    pooled = checked(pooled, mean, name, arrays)
-    after: dict[str, torch.Tensor] = {}
-    share: float | torch.Tensor | None = layer.momentum
-    # A layer that has seen nothing has had no batch.
-    if count is not None:
-        after["num_batches_tracked"] = count + (pooled.count > 0).any().to(torch.int64)
-    if share is None:  # the average over all batches
-        share = 1 / after["num_batches_tracked"].clamp(min=1) if after else 0.0
-    with torch.no_grad():
-        after["running_mean"], after["running_var"] = update(
-            mean, variance, pooled, share, True, arrays
-        )
-    return after

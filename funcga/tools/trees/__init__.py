@@ -5,17 +5,18 @@
 
 `to_torch`, `to_jax`, `to_numpy` and `shares_memory` are in this file, `match` and state dicts in
 `funcga/trees.py`, renaming rules in `rules.py`. How arrays leave a framework and enter it, by
-DLPack or NumPy, is in `in_torch.py` and `in_jax.py`, which are loaded by name. It stands on the
-core's trees and arrays (`funcga._backend`); compare, verify, parity and `from_optax` stand on it.
+DLPack or NumPy, is in `in_torch.py`, `in_jax.py` and `in_numpy.py`, which are loaded by name. It
+stands on the core's trees and arrays (`funcga._backend`); compare, verify, parity and `from_optax`
+stand on it.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Iterator, MappingView, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
-from funcga._backend import Backend
-from funcga._backend.dispatch import is_numpy, is_of_numpy, load, load_imported
+from funcga._backend import Trees
+from funcga._backend.dispatch import is_numpy, load, load_imported
 from funcga._backend.prefixes import leaf_paths, paths_apart
 from funcga._types import Array, Structure, Tree
 from funcga.errors import FuncgaError, listed
@@ -47,13 +48,13 @@ def to_torch(tree: Tree, *, copy: bool | None = True, device: object = None) -> 
     Raises:
         FuncgaError: If torch does not support an array, which the error names: a dtype such as
             int4, a typed key of JAX (convert `jax.random.key_data(key)`), a traced or a donated
-            array. Or if there is no such device.
+            array. If there is no such device, torch says so.
 
     Example:
         >>> funcga.to_torch({"w": jnp.ones(2)})
         {'w': tensor([1., 1.])}
     """
-    return converted(tree, load("torch"), copy, device)
+    return converted(tree, load("torch").name, copy, device)
 
 
 def to_jax(tree: Tree, *, copy: bool | None = True, device: object = None) -> Tree:
@@ -92,7 +93,7 @@ def to_jax(tree: Tree, *, copy: bool | None = True, device: object = None) -> Tr
         >>> funcga.to_jax({"w": torch.ones(2)})
         {'w': Array([1., 1.], dtype=float32)}
     """
-    return converted(tree, load("jax"), copy, device)
+    return converted(tree, load("jax").name, copy, device)
 
 
 def to_numpy(tree: Tree, *, copy: bool | None = True) -> Tree:
@@ -123,47 +124,32 @@ def to_numpy(tree: Tree, *, copy: bool | None = True) -> Tree:
         >>> funcga.to_numpy({"w": torch.ones(2)}, copy=None)
         {'w': array([1., 1.], dtype=float32)}
     """
-    _check_copy(copy)
-    walk = _walk(tree, None)
-
-    def export(leaf: Array, owner: Backend | None) -> Array:
-        return leaf if owner is None else side(owner).export_array(leaf, set())
-
-    arrays = walk.mapped(export)
-    if copy:
-        # What is read-only may be JAX's own.
-        arrays = [array if array.flags.writeable else array.copy() for array in arrays]
-    return walk.rebuilt(arrays, copy, lambda shared: [array.copy() for array in shared])
+    return converted(tree, "numpy", copy)
 
 
-def map_arrays(function: Callable[[Array], Array], tree: Tree) -> Tree:
-    """The tree with a function applied to each of its arrays, as NumPy's."""
-    walk = _walk(to_numpy(tree, copy=None), None)
-    return walk.rebuilt(walk.mapped(lambda leaf, _: function(leaf)), None, list)
-
-
-class ExportError(Exception):
-    """Says why another framework does not support an array; the caller adds its path."""
-
-
-def no_device(name: object, framework: str, devices: list[str]) -> FuncgaError:
-    """The error for a device that a framework does not have here."""
-    return FuncgaError(
-        f"device={str(name)!r} is none that {framework} has here; it has "
-        f"{', '.join(map(repr, devices))}."
-    )
-
-
-def side(backend: Backend) -> Any:
-    """The module of a framework: how it exports arrays to other frameworks and NumPy, and imports
-    theirs. Both have the same functions.
+def side(framework: str) -> Any:
+    """The module of a framework, or of NumPy: how it exports arrays to the others, and imports
+    theirs. All have the same functions.
     """
-    return import_module(f"funcga.tools.trees.in_{backend.name}")
+    return import_module(f"funcga.tools.trees.in_{framework}")
+
+
+def framework_of(leaf: object) -> str | None:
+    """The imported framework that an array belongs to, or "numpy"; None for what is no array."""
+    for backend in load_imported():
+        if backend.arrays.owns(leaf):
+            return backend.name
+    return "numpy" if is_numpy(leaf) else None
+
+
+def described(array: Array) -> str:
+    """`float32[8, 3]`, of an array of any framework."""
+    return f"{str(array.dtype).removeprefix('torch.')}{[*array.shape]}"
 
 
 def converted(
     tree: Tree,
-    target: Backend,
+    framework: str,
     copy: bool | None,
     device: object = None,
     platforms: Collection[str] = (),
@@ -174,42 +160,57 @@ def converted(
     Arrays on these platforms stay there, like those on the framework's own. `name` is the name of
     the tree in errors.
     """
-    _check_copy(copy)
-    target_device = None if device is None else side(target).device(device)
-    platforms = {*platforms, *side(target).platforms()}
-    walk = _walk(tree, target, name)
-
-    # First every array is exported, so that an error comes before anything is copied.
-    def export(leaf: Array, owner: Backend | None) -> Array:
-        # NumPy's arrays belong to no framework, and every one takes them.
-        if owner is None:
-            exported = _export_numpy(leaf)
-        else:
-            exported = leaf if owner is target else side(owner).export_array(leaf, platforms)
-        side(target).check_importable(exported)
-        return exported
-
-    arrays = side(target).import_arrays(walk.mapped(export), target_device)
-    return walk.rebuilt(arrays, copy, side(target).copies)
-
-
-def _check_copy(copy: object) -> None:
     if not (copy is None or isinstance(copy, bool)):
         raise FuncgaError(
             f"copy={copy!r} is neither True (copy all), None (where it must be) nor False "
             "(nothing)."
         )
+    target = side(framework)
+    place = None if device is None else target.device(device)
+    platforms = {*platforms, *target.platforms()}
+    walk = walked(tree)
+    arrays = target.placed(_imported(walk, framework, platforms, name), place)
+    if copy is None:
+        return walk.rebuilt(arrays)
+    shared = []
+    for position, (index, (leaf, source)) in enumerate(walk.arrays.items()):
+        extents = side(source).extents(leaf)
+        array = arrays[position]
+        is_shared = _overlap(extents, target.extents(array))
+        # What is read-only may be memory that JAX keeps.
+        if copy and (is_shared or (is_numpy(array) and not array.flags.writeable)):
+            shared.append(position)
+        elif not copy and not is_shared and extents:
+            raise FuncgaError(
+                f"copy=False asks for no copy, and `{walk.path(index, name)}` cannot be shared: it "
+                "lies elsewhere, or in a layout or dtype that the other side does not have. "
+                "copy=None copies what cannot be shared, and nothing else."
+            )
+    copies = target.copies([arrays[position] for position in shared])
+    for position, copied in zip(shared, copies, strict=True):
+        arrays[position] = copied
+    return walk.rebuilt(arrays)
 
 
-def _export_numpy(leaf: Array) -> Array:
-    """An array or scalar of NumPy as a plain array, whose bytes are in this machine's order."""
-    if is_of_numpy(leaf, "MaskedArray"):
-        raise ExportError(
-            f"a masked array {leaf.dtype}{list(leaf.shape)}, whose mask would be lost; x.filled(0) "
-            "has none"
-        )
-    array = leaf.__array__()
-    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+def _imported(walk: "Walk", framework: str, platforms: Collection[str], name: str) -> list[Array]:
+    """The arrays of a tree as the framework has them where they lie."""
+    arrays = []
+    for index, (leaf, source) in walk.arrays.items():
+        try:
+            exported = leaf
+            if source != framework:
+                exported = side(source).export_array(leaf, platforms)
+            arrays.append(side(framework).import_array(exported))
+        except FuncgaError:
+            raise
+        # The framework that cannot have the array says why.
+        except Exception as error:
+            why = str(error).strip().partition("\n")[0].rstrip(".")
+            raise FuncgaError(
+                f"`{walk.path(index, name)}` is {described(leaf)}, which cannot be converted: "
+                f"{why}."
+            ) from error
+    return arrays
 
 
 def shares_memory(left: Tree, right: Tree) -> dict[str, bool]:
@@ -246,10 +247,6 @@ def shares_memory(left: Tree, right: Tree) -> dict[str, bool]:
     return {path: _overlap(extents, rights[path]) for path, extents in lefts.items()}
 
 
-def _overlap(lefts: list["Extent"], rights: list["Extent"]) -> bool:
-    return any(start < last and first < end for start, end in lefts for first, last in rights)
-
-
 Extent = tuple[int, int]
 """The addresses of the first byte of a piece of memory, and of the one after its last."""
 
@@ -259,115 +256,67 @@ def extent(start: int, shape: Sequence[int], strides: Sequence[int], itemsize: i
     # Along each axis the last element lies this far from the first; with a negative stride, before
     # it.
     spans = [(size - 1) * stride for size, stride in zip(shape, strides, strict=True)]
-    return start + sum(min(span, 0) for span in spans), start + sum(
-        max(span, 0) for span in spans
-    ) + itemsize
+    first = start + sum(min(span, 0) for span in spans)
+    return first, start + sum(max(span, 0) for span in spans) + itemsize
 
 
 def _extents(tree: Tree) -> dict[str, list[Extent]]:
-    walk = _walk(tree, None)
-    paths = leaf_paths(tree, walk.walker.trees)
+    walk = walked(tree)
     return {
-        paths[index]: _extents_of(walk.leaves[index], owner) for index, owner in walk.owners.items()
+        walk.path(index): side(source).extents(leaf)
+        for index, (leaf, source) in walk.arrays.items()
     }
 
 
-def _extents_of(array: Array, owner: Backend | None) -> list[Extent]:
-    if owner is not None:
-        extents: list[Extent] = side(owner).extents(array)
-        return extents
-    start = array.__array_interface__["data"][0] if array.size else 0
-    return [extent(start, array.shape, array.strides, array.itemsize)] if array.size else []
+def _overlap(lefts: list[Extent], rights: list[Extent]) -> bool:
+    return any(start < last and first < end for start, end in lefts for first, last in rights)
 
 
-class _Walk(NamedTuple):
-    """A tree as a framework flattens it, and the owners of its arrays by leaf index, None for
-    NumPy.
-    """
+class Walk(NamedTuple):
+    """A tree as one framework flattens it, and its arrays with their frameworks, by leaf index."""
 
     tree: Tree
-    walker: Backend
+    trees: Trees
     leaves: list[object]
     structure: Structure
-    owners: dict[int, Backend | None]
-    name: str
+    arrays: dict[int, tuple[Array, str]]
 
-    def path(self, leaf_index: int) -> str:
+    def path(self, leaf_index: int, name: str = "") -> str:
         """The path of a leaf, as it is written in code."""
-        return leaf_paths(self.tree, self.walker.trees, self.name)[leaf_index]
+        return leaf_paths(self.tree, self.trees, name)[leaf_index]
 
-    def mapped(self, function: Callable[[Array, Backend | None], Array]) -> list[Array]:
-        """Calls a function with every array and its owner. An ExportError becomes a FuncgaError
-        with the path.
-        """
-        arrays = []
-        for index, owner in self.owners.items():
-            try:
-                arrays.append(function(self.leaves[index], owner))
-            except ExportError as error:
-                raise FuncgaError(f"`{self.path(index)}` is {error}.") from error
-        return arrays
-
-    def rebuilt(
-        self, arrays: list[Array], copy: bool | None, copies: Callable[[list[Array]], list[Array]]
-    ) -> Tree:
-        """The tree with these arrays; if `copy`, with copies of those in the memory of the tree.
-        Raises FuncgaError if copy=False and one is in other memory.
-        """
-        leaves, shared = [*self.leaves], list[int]()
-        for (index, owner), array in zip(self.owners.items(), arrays, strict=True):
+    def rebuilt(self, arrays: Sequence[Array]) -> Tree:
+        """The tree with other arrays in their places."""
+        leaves = [*self.leaves]
+        for index, array in zip(self.arrays, arrays, strict=True):
             leaves[index] = array
-            if copy is None or (array is self.leaves[index] and not copy):
-                continue
-            extents = _extents_of(self.leaves[index], owner)
-            if _overlap(extents, _extents_of(array, owner_of(array))):
-                shared.append(index)
-            elif extents and not copy:
-                raise FuncgaError(
-                    f"copy=False asks for no copy, and `{self.path(index)}` cannot be shared: it "
-                    "lies elsewhere, or in a layout or dtype that the other side does not have. "
-                    "copy=None copies what cannot be shared, and nothing else."
-                )
-        if copy:
-            copied = copies([leaves[index] for index in shared])
-            leaves = [*map(dict(zip(shared, copied, strict=True)).get, range(len(leaves)), leaves)]
-        return self.walker.trees.unflatten(self.structure, leaves)
+        return self.trees.unflatten(self.structure, leaves)
 
 
-def _walk(tree: Tree, target: Backend | None, name: str = "tree") -> _Walk:
-    """The tree flattened by a framework that knows all its containers, or else by the one that
-    finds the most arrays.
+def walked(tree: Tree) -> Walk:
+    """The Walk of a tree by a framework that knows all its containers, or else by the one that
+    finds the most arrays, its own before others.
     """
+    walks = dict[tuple[int, bool], Walk]()
     # Each framework has its own containers: torch does not look into a flax module, nor JAX into a
-    # torch one.
-    walks = []
-    for walker in walkers():
-        leaves, structure = walker.trees.flatten(tree)
-        owners = {
-            index: owner_of(leaf)
+    # torch one. If none is imported, an installed one walks trees of NumPy arrays.
+    for backend in load_imported() or [load("torch" if find_spec("torch") else "jax")]:
+        leaves, structure = backend.trees.flatten(tree, is_pathless)
+        arrays = {
+            index: (leaf, framework)
             for index, leaf in enumerate(leaves)
-            if is_numpy(leaf) or owner_of(leaf)
+            if (framework := framework_of(leaf))
         }
-        walk = _Walk(tree, walker, leaves, structure, owners, name)
+        walk = Walk(tree, backend.trees, leaves, structure, arrays)
         # A leaf that is no plain value may be a container that only another framework knows.
-        others = [leaf for index, leaf in enumerate(leaves) if index not in owners]
+        others = [leaf for index, leaf in enumerate(leaves) if index not in arrays]
         if all(leaf is None or isinstance(leaf, int | float | complex | str) for leaf in others):
             return walk
-        walks.append(walk)
-
-    # Most arrays count first; then that they are the walker's own, and that it is the one to
-    # convert to.
-    def fitness(walk: _Walk) -> tuple[int, bool, bool]:
-        return len(walk.owners), walk.walker in walk.owners.values(), walk.walker is target
-
-    return max(walks, key=fitness)
+        is_own = backend.name in [framework for _, framework in arrays.values()]
+        walks.setdefault((len(arrays), is_own), walk)
+    return walks[max(walks)]
 
 
-def walkers() -> list[Backend]:
-    """The imported frameworks; if there is none, an installed one, for trees of NumPy arrays."""
-    return load_imported() or [load("torch" if find_spec("torch") else "jax")]
-
-
-def owner_of(leaf: object) -> Backend | None:
-    """The imported framework that an array belongs to; None for NumPy and anything else."""
-    return next((backend for backend in load_imported() if backend.arrays.owns(leaf)), None)
+def is_pathless(node: object) -> bool:
+    """Whether a node has items without names: an iterator, or a view of a dict."""
+    return isinstance(node, Iterator | MappingView)

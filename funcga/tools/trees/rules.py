@@ -103,30 +103,15 @@ def _spellings(path: str, rules: Sequence[Rule]) -> dict[str, tuple[Rule, ...]]:
 
 
 def permuted(array: Array, pair: Pair) -> Array:
-    """The left array of a pair, of NumPy, with its axes as the right one has them.
-
-    Raises FuncgaError if it has not the axes that a rule permutes.
-    """
+    """The left array of a pair, of NumPy, with its axes as the right one has them."""
     # Each rule permutes what those before it have made.
     for rule in pair.rules:
         if callable(rule.axes):
             array = rule.axes(array)
         elif rule.axes is not None:
-            array = _transposed(array, rule.axes, rule, pair)
+            axes = rule.axes
+            array = array.transpose(AXES[axes](array.ndim) if isinstance(axes, str) else axes)
     return array
-
-
-def _transposed(array: Array, axes: tuple[int, ...] | str, rule: Rule, pair: Pair) -> Array:
-    ndim = len(array.shape)
-    order = AXES[axes](ndim) if axes in AXES else axes
-    if len(order) != ndim:
-        raise FuncgaError(
-            f"Rule({rule.pattern!r}, ..., axes={axes!r}) permutes {len(order)} axes, and "
-            f"`{pair.left}`, which these rules call `{pair.right}`, is {array.dtype}"
-            f"[{', '.join(map(str, array.shape))}]. Make "
-            "the pattern narrower, or write another rule for this leaf before it."
-        )
-    return array.transpose(order)
 
 
 # Orders of axes by name, for arrays of any number of them: the kernel's own axes stay together.

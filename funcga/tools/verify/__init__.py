@@ -150,9 +150,7 @@ def _lines(verdict: Verdict) -> Iterator[str]:
         yield from cause_lines(number, each)
     if verdict.rows:
         yield from ("", f"Largest relative difference from the whole batch, in {verdict.dtype}:")
-    for row in verdict.rows:
-        difference = f"{row.relative:.1e} at {row.leaf}, limit {row.limit:.0e}"
-        yield f"   {row.split}: {row.error or difference}"
+    yield from (f"   {row}" for row in verdict.rows)
     for text in verdict.notes:
         yield from wrapped(text, "Note: ")
 
@@ -258,19 +256,23 @@ def verify(
         ['sum under mean']
     """
     job = job_of(grad_fn)
-    if job is not None:
-        given = {"fold": fold != mean(), "weight": weight, "in_axes": in_axes, "totals": totals}
-        _check_options(given)
+    options = {"fold": fold, "weight": weight, "in_axes": in_axes, "totals": totals}
+    if job is not None and options != {
+        "fold": mean(),
+        "weight": None,
+        "in_axes": None,
+        "totals": None,
+    }:
+        raise FuncgaError(
+            "fold=, weight=, in_axes= and totals= are for a gradient function, and a step of "
+            "`coupled` brings its own. Leave them out: funcga.verify(step, params, *batch)."
+        )
     if owner_of(grad_fn if job is None else job.program.grad_fn) is not None:
-        grad_fn, args, in_axes = _with_parameters(grad_fn, args, in_axes)
+        grad_fn, args, options["in_axes"] = _with_parameters(grad_fn, args, in_axes)
     # A loss that does not depend on its parameters is a cause here, and no error.
     if isinstance(grad_fn, GradientFunction):
         grad_fn = replace(grad_fn, reached={True})
-    if job is None:
-        options = {"fold": fold, "weight": weight, "in_axes": in_axes, "totals": totals}
-        program = step_program(accumulate(grad_fn, 1, **options))
-    else:
-        program = job.program
+    program = job.program if job else step_program(accumulate(grad_fn, 1, **options))
     assert program is not None
     probe = Probe(program, job, args, kwargs, precise=False)
     case, found = Case(probe, _counts(n, probe), seed), list[Answer]()
@@ -324,15 +326,6 @@ def job_of(step: object) -> Coupled | None:
     """What a step of `coupled` computes; None for any other function."""
     job = getattr(step, "coupled", None)
     return job if isinstance(job, Coupled) else None
-
-
-def _check_options(options: dict[str, object]) -> None:
-    for name, value in options.items():
-        if value:
-            raise FuncgaError(
-                f"verify was given {name}=, and a step of `coupled` brings its own. Leave it out: "
-                f"funcga.verify(step, params, *batch)."
-            )
 
 
 def _counts(n: int | Sequence[int] | None, probe: Probe) -> list[int]:

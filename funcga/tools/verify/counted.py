@@ -40,9 +40,7 @@ def counts(probe: Probe) -> Iterator[Count]:
     the same items in this batch and others in the next one.
     """
     leaves = [*_split_leaves(probe)]
-    # Of a batch of complex numbers alone there is no name.
-    named = [(leaf.parameters, leaf.rows) for leaf in leaves] or [("", "")]
-    yield Count(*named[0], len)
+    yield Count(leaves[0].parameters, leaves[0].rows, len)
     is_other = lambda leaf: not re.search("label|target", leaf.name, re.IGNORECASE)
     for leaf in sorted(leaves, key=is_other):
         for expression, counted in _expressions(leaf):
@@ -55,10 +53,8 @@ def form(probe: Probe) -> Count:
     to have any.
     """
     leaves = [*_split_leaves(probe)]
-    whole = [leaf for leaf in leaves if _is_whole(leaf.values)]
-    named = [(leaf.parameters, leaf.name) for leaf in whole or leaves[-1:]]
-    parameters, name = (named or [("batch", 'batch["labels"]')])[0]
-    return Count(parameters, f"({name} != -100).sum()", lambda rows: 0)
+    leaf = next((leaf for leaf in leaves if _is_whole(leaf.values)), leaves[-1])
+    return Count(leaf.parameters, f"({leaf.name} != -100).sum()", lambda rows: 0)
 
 
 class _Leaf(NamedTuple):
@@ -87,9 +83,9 @@ def _split_leaves(probe: Probe) -> Iterator[_Leaf]:
     for name, (_, part) in zip(names, split, strict=True):
         paths = leaf_paths(part.value, probe.backend.trees, name)
         for path, values, axis in zip(paths, probe.numbers(part.value), part.axes, strict=True):
-            is_counted = values.ndim and values.size and not np.iscomplexobj(values)
-            if isinstance(axis, int) and is_counted:
-                rows_first = np.moveaxis(values, axis, 0)
+            if isinstance(axis, int):
+                # What holds no numbers, such as keys, has an empty array in its place.
+                rows_first = np.moveaxis(values, axis, 0) if values.size else values
                 yield _Leaf(rows_first, path, axis % values.ndim, ", ".join(names))
 
 
@@ -100,6 +96,8 @@ def _is_whole(values: Array) -> bool:
 def _expressions(leaf: _Leaf) -> Iterator[tuple[str, Array]]:
     """Pairs of an expression and the array whose sum it is."""
     values, name = leaf.values, leaf.name
+    if not values.size or np.iscomplexobj(values):
+        return
     # Numbers that are not whole are weights themselves, or masks of some kind.
     if not _is_whole(values):
         if (values >= 0).all():

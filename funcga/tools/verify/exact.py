@@ -13,8 +13,9 @@ import numpy as np
 
 from funcga._types import Array
 from funcga.errors import FuncgaError
+from funcga.folds import Fold
 from funcga.tools.verify.counted import counts
-from funcga.tools.verify.probe import Leaves, Probe, Rows, Trace
+from funcga.tools.verify.probe import Leaves, Probe, Rows
 
 # --- which differences are rounding
 
@@ -108,18 +109,18 @@ class Measured(NamedTuple):
         return self.error is None and self.relative <= self.limit
 
     def __str__(self) -> str:
-        return self.error or f"{self.leaf} differs by {self.relative:.1e}, limit {self.limit:.0e}"
+        difference = f"{self.relative:.1e} at {self.leaf}, limit {self.limit:.0e}"
+        return f"{self.split}: {self.error or difference}"
 
 
 class Splits(NamedTuple):
-    """The table of the splits, and the leaves that differ, by index.
-
-    failed: without carried state; carried: carried state.
+    """The table of the splits, the leaves that differ, by index, and how far one micro-batch with
+    its rows in another order differs.
     """
 
     rows: list[Measured]
     failed: list[int]
-    carried: list[int]
+    permuted: Measured
 
     @property
     def are_exact(self) -> bool:
@@ -134,7 +135,7 @@ class Splits(NamedTuple):
     @property
     def first(self) -> str:
         """The first split that differs, in words."""
-        return next(f"{row.split}: {row}" for row in self.rows if not row.ok)
+        return next(str(row) for row in self.rows if not row.ok)
 
 
 def first_line(error: Exception) -> str:
@@ -152,8 +153,11 @@ GROUP = 4
 _TRIES = 60
 
 
-# Until `calls.repeatable` has looked at a call.
-_NOTHING, _DOUBLE = Trace([]), limit_of(2.0**-52)
+def is_compared(fold: Fold) -> bool:
+    """Whether the result does not depend on the number of micro-batches by definition, as moments
+    and carried state do.
+    """
+    return not (fold.reducer.over_steps or fold.reducer.carries)
 
 
 @dataclass(eq=False)
@@ -164,15 +168,15 @@ class Case:
         probe: The function. A question may correct its folds for further questions.
         counts: The numbers of micro-batches that were asked for, none by default.
         seed: Of the order of rows, and of the groups that are looked at.
-        trace: The trace of one call, which `calls.repeatable` makes.
-        limit: Which differences count as rounding, which follows from it.
+        draws: Whether a call draws random numbers, which `calls.repeatable` finds out.
+        limit: Which differences count as rounding, which it finds out as well.
     """
 
     probe: Probe
     counts: Sequence[int]
     seed: int
-    trace: Trace = _NOTHING
-    limit: Limit = _DOUBLE
+    draws: bool = False
+    limit: Limit = limit_of(2.0**-52)  # noqa: RUF009 - a frozen value
 
     @cached_property
     def orders(self) -> list[Rows]:
@@ -181,7 +185,7 @@ class Case:
         """
         rows, size = self.probe.rows, self.group
         # The three groups, and the smaller of the two uneven parts.
-        starts = {0, size, min(2 * size, rows - size), rows - size}
+        starts = (0, size, 2 * size, rows - size)
         every = [(row,) for row in self.probe.all_rows]
         of_rows = [np.array([*map(count.of, every)]) for count in counts(self.probe)]
         rare = [each for each in of_rows if (each >= 0).all() and 0 in each and each.any()]
@@ -212,8 +216,9 @@ class Case:
     @property
     def pairs(self) -> list[tuple[Rows, Rows]]:
         """Two groups of rows each: few at first, then all."""
-        size = min(GROUP, self.probe.rows // 2)
-        return [*((order[:size], order[size : 2 * size]) for order in self.orders[1:]), self.parts]
+        size = self.group
+        few = [(order[:size], order[size : 2 * size]) for order in self.orders[1:]]
+        return [*few, self.parts]
 
     @cached_property
     def splits(self) -> Splits:
@@ -226,19 +231,15 @@ class Case:
         # State goes through the rows in their order only.
         order, name = (every, "uneven") if probe.has_state else (self.order, "uneven, permuted")
         whole, permuted = probe.step_values([every, order], n=1)
-        # What each split is called, its micro-batches, what they are to give, and how it is cut.
-        splits = [
-            (f"n = {n}", np.array_split(every, n), whole, {"n": n})
-            for n in self.counts or [min(3, probe.rows)]
+        compared = [i for i, fold in enumerate(probe.folds) if is_compared(fold)]
+        failed, first = set[int](), probe.rows - self.group
+        # What each split is called, its rows and what they are to give, and how they are cut.
+        splits: list[tuple[str, Rows, Leaves, dict[str, int]]] = [
+            (f"n = {n}", every, whole, {"n": n}) for n in self.counts or [min(3, probe.rows)]
         ]
-        first = probe.rows - self.group
-        uneven = np.array_split(order, [first])
-        splits.append((name, uneven, permuted, {"microbatch_size": first}))
-        # Moments depend on the number of micro-batches.
-        compared = [i for i, fold in enumerate(probe.folds) if not fold.reducer.over_steps]
-        failed = set[int]()
-        for split, parts, expected, cut in splits:
-            sizes, rows = tuple(map(len, parts)), tuple(np.concatenate(parts).tolist())
+        splits.append((name, order, permuted, {"microbatch_size": first}))
+        for split, rows, expected, cut in splits:
+            sizes = tuple(map(len, np.array_split(rows, cut.get("n", [first]))))
             try:
                 (result,) = probe.step_values([rows], **cut)
             except FuncgaError:
@@ -250,8 +251,10 @@ class Case:
                 row, apart = self.measured(split, sizes, compared, result, expected)
                 table.append(row)
                 failed |= apart
-        carried = {i for i in failed if probe.folds[i].reducer.carries}
-        return Splits(table, sorted(failed - carried), sorted(carried))
+        position, _ = self.measured(
+            "one micro-batch, permuted", (probe.rows,), probe.additive(), permuted, whole
+        )
+        return Splits(table, sorted(failed), position)
 
     def measured(
         self, split: str, sizes: Rows, leaves: Sequence[int], result: Leaves, expected: Leaves

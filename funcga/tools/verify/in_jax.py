@@ -54,22 +54,19 @@ def trace_call(
         return function(*args, **kwargs)
 
     program = jax.make_jaxpr(run)(traced)
-    equations = [*_equations(program.jaxpr)]
+    equations = _equations(program.jaxpr)
     avals = [variable.aval for equation in equations for variable in equation.outvars]
     # The weights of micro-batches, which have no axes, are float32 in any case.
     dtypes = {aval.dtype for aval in program.out_avals} | {
         aval.dtype for aval in avals if isinstance(aval, jax.core.ShapedArray) and aval.shape
     }
     eps = [float(jnp.finfo(dtype).eps) for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact)]  # type: ignore[no-untyped-call]
-    names = {equation.primitive.name for equation in equations}
     values = [
         const for const in program.consts if not jnp.issubdtype(const.dtype, jax.dtypes.prng_key)
     ]
     text = re.sub("0x[0-9a-f]+", "", str(program))
-    return values, text, max(eps, default=0.0), bool(names & _DRAWS)
-
-
-_DRAWS = {"random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform"}
+    draws = re.search("random_bits|threefry2x32|rng_bit_generator|rng_uniform", text)
+    return values, text, max(eps, default=2.0**-52), bool(draws)
 
 
 def _equations(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[JaxprEqn]:

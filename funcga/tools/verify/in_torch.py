@@ -55,7 +55,7 @@ def trace_call(
     dtypes = {leaf.dtype for leaf in values} | mode.dtypes
     floats = [dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex]
     eps = [torch.finfo(dtype).eps for dtype in floats]
-    return values, "", max(eps, default=0.0), mode.draws
+    return values, "", max(eps, default=2.0**-52), mode.draws
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]

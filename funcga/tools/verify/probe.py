@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 
@@ -31,17 +30,6 @@ Rows = tuple[int, ...]
 
 # The leaves of an output as NumPy arrays, empty ones for leaves that are not numbers.
 Leaves = list[Array]
-
-
-class Trace(NamedTuple):
-    """What one call computes: values and a program that are the same in all calls of a pure
-    function, the epsilon of the coarsest dtype in it, and whether it draws random numbers.
-    """
-
-    values: Leaves
-    program: str = ""
-    epsilon: float = 2.0**-52
-    draws: bool = False
 
 
 class Probe:
@@ -84,14 +72,20 @@ class Probe:
         """A copy of the tree, detached from all graphs; with `precise`, its floats in 64 bits."""
         arrays = self.backend.arrays
 
-        def copied(leaf: Array) -> Array:
-            if not arrays.is_array(leaf):
-                return leaf
-            own, kind = self.framework.copy(leaf), arrays.kind(leaf.dtype)
+        def copied(leaf: Array, kind: str) -> Array:
+            own = self.framework.copy(leaf)
             wide = {"float": "float64", "complex": "complex128"}.get(kind) if self.precise else None
             return arrays.cast(own, arrays.as_dtype(wide)) if wide else own
 
-        return self._map(copied, tree)
+        return self._map_arrays(copied, tree)
+
+    def _map_arrays(self, function: Callable[[Array, str], Array], tree: Tree) -> Tree:
+        """The tree with the function applied to each array and the kind of its dtype."""
+        arrays = self.backend.arrays
+        is_array, kind = arrays.is_array, arrays.kind
+        return self._map(
+            lambda leaf: function(leaf, kind(leaf.dtype)) if is_array(leaf) else leaf, tree
+        )
 
     def _map(self, function: Callable[[Array], Tree], tree: Tree) -> Tree:
         """The tree with the function applied to each leaf."""
@@ -125,19 +119,14 @@ class Probe:
     def step(self, **options: Tree) -> Callable[..., Tree]:
         """The step of `accumulate`, or of `coupled`, with these options."""
         options["in_axes"] = self.program.in_axes
-        job, gradient = self.job, self.gradient
-        if job is None or gradient is None:
+        if self.job is None:
             return accumulate(self.grad_fn, **options)
         options |= {"fold": self.program.fold, "weight": self.program.weight}
-        options |= {"argnums": gradient.argnums, "has_aux": gradient.has_aux}
-        step = coupled(self.grad_fn, gradient.loss_fn, **options)
-
-        # Auxiliary results of loss_fn are not compared.
-        def without_aux(*args: Tree, **kwargs: Tree) -> Tree:
-            loss, grads = step(*args, **kwargs)
-            return loss[0] if gradient.has_aux else loss, grads
-
-        return without_aux
+        gradient = self.job.gradient
+        loss_fn = gradient.loss_fn
+        if gradient.has_aux:  # auxiliary results of loss_fn are not compared
+            loss_fn = lambda *args: gradient.loss_fn(*args)[0]
+        return coupled(self.grad_fn, loss_fn, argnums=gradient.argnums, **options)
 
     def each_fold(self, change: Callable[[Fold], Fold]) -> Tree:
         """The tree of folds, with `change` applied to each."""
@@ -199,11 +188,6 @@ class Probe:
         counting = self.program.prologue.program(self.program, self.backend)
         return self.backend.loop.accumulate(counting, self.backend)(self.take_rows(rows), {})
 
-    def trace_call(self, args: tuple[Tree, ...]) -> Trace:
-        """The Trace of one call with these arguments."""
-        values, program, epsilon, draws = self.framework.trace_call(self.raw, args, self.kwargs)
-        return Trace(self.numbers(values), program, max(epsilon, 2.0**-52), draws)
-
     def layers(self) -> str:
         """The first three layers that normalise over the batch, by path and type."""
         return ", ".join(self.framework.batch_normalisers(self.grad_fn)[:3])
@@ -245,16 +229,12 @@ class Probe:
         """A copy with other values for all floats in the parameters; None if parameters are
         split.
         """
-        arrays, args = self.backend.arrays, [*self.args]
-
-        def moved(leaf: Array) -> Array:
-            is_float = arrays.is_array(leaf) and arrays.kind(leaf.dtype) in ("float", "complex")
-            return leaf * 1.25 + 0.1 if is_float else leaf
-
+        args = [*self.args]
+        moved = lambda leaf, kind: leaf * 1.25 + 0.1 if kind in ("float", "complex") else leaf
         for i in self.gradient.arg_indices(len(args)) if self.gradient else (0,):
             if self.arguments.parts[i].axes:
                 return None
-            args[i] = self._map(moved, args[i])
+            args[i] = self._map_arrays(moved, args[i])
         return self._with_args(*args)
 
     def _with_args(self, *args: Tree) -> "Probe":
@@ -265,13 +245,10 @@ class Probe:
         """A copy in which the rows of each array are in an order of its own: what two arrays count
         alike they no longer do.
         """
-        random = np.random.default_rng(seed)
-
-        def take(array: Array, axis: int, rows: list[int], size: int) -> Array:
-            return self.framework.take(array, axis, random.permutation(rows).tolist())
-
+        permuted, take = np.random.default_rng(seed).permutation, self.framework.take
+        apart = lambda array, axis, rows, _: take(array, axis, permuted(rows).tolist())
         return self._with_args(
-            *self.arguments.cut([*self.all_rows], self.rows, self.arguments.state, take)
+            *self.arguments.cut([*self.all_rows], self.rows, self.arguments.state, apart)
         )
 
     # --- leaves
@@ -328,7 +305,7 @@ class Probe:
         """The leaves that are gradients, or have the shape of a parameter, for a function of the
         user's own.
         """
-        if self.gradient is not None and self.job is None:
+        if self.gradient is not None:
             numbered = self.like_output([*range(len(self.whole))])
             gradient = self.gradient.gradient_in(numbered)
             return sorted({*self.additive()}.intersection(self.backend.trees.flatten(gradient)[0]))

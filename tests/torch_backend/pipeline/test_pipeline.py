@@ -464,7 +464,8 @@ def an_instance(mesh):
     from torch.distributed.pipelining import ScheduleGPipe
 
     (stage,) = pipeline("ScheduleGPipe", mesh)[0].pipeline.stages
-    pipeline_value_and_grad(ScheduleGPipe(stage, 2, loss_fn=loss_fn), stage, loss_fn)
+    gradient = pipeline_value_and_grad(ScheduleGPipe(stage, 2, loss_fn=loss_fn), stage, loss_fn)
+    funcga.accumulate(gradient, 2)(*batch(4))
 
 
 def too_few(mesh):
@@ -484,9 +485,9 @@ def everything_that_is_refused(group):
     refused(group, with_schedule(scales), "scale_grads=True")
     with_schedule(stepped)(mesh_of(group, 1))
     refused(group, with_schedule(stepped), "was stepped before")
-    refused(group, an_instance, "schedule_factory is")
+    refused(group, an_instance, "object is not callable", TypeError)
     refused(group, too_few, "microbatch", ValueError)  # what torch says
-    refused(group, without_target, "and one target")
+    refused(group, without_target, "empty", ValueError)
     refused(group, with_wrapper_inside, "wrapped as a whole")
     refused(group, step_of(n="auto"), "a window is replayed")
     refused(group, step_of(observe=funcga.gradient_norms()), "observe= was given")

@@ -1,4 +1,4 @@
-"""Why not: one file for each family of causes, with its texts in the file of the same name.
+"""Why not: one file for each family of causes, and the texts of all in causes.toml.
 
 A question is a function of a Case. It tests for its causes and yields a Cause for each one found,
 with evidence and the line that fixes it, or a Note if something may be wrong. The package above
@@ -45,13 +45,9 @@ Question = Callable[[Case], Iterable[Answer]]
 
 @cache
 def texts(package: str = __name__) -> dict[str, dict[str, str]]:
-    """The texts of the causes and of the notes, by name, in the TOML files of a package."""
-    merged: dict[str, dict[str, str]] = {}
-    for file in importlib.resources.files(package).iterdir():
-        if file.name.endswith(".toml"):
-            for name, entry in tomllib.loads(file.read_text(encoding="utf-8")).items():
-                merged.setdefault(name, {}).update(entry)
-    return merged
+    """The texts of the causes and of the notes, by name, in causes.toml of a package."""
+    file = importlib.resources.files(package) / "causes.toml"
+    return tomllib.loads(file.read_text(encoding="utf-8"))
 
 
 def cause(key: str, package: str = __name__, /, **words: object) -> Cause:

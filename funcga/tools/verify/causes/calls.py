@@ -13,10 +13,11 @@ import numpy as np
 from funcga._backend.prefixes import leaf_paths
 from funcga._call.arguments import argument_names
 from funcga._fold.outputs import broadcast_folds
+from funcga._types import Array
 from funcga.errors import FuncgaError
 from funcga.tools.verify.causes import Answer, Cause, cause, note, stop
 from funcga.tools.verify.exact import Case, limit_of
-from funcga.tools.verify.probe import Leaves, Trace
+from funcga.tools.verify.probe import Leaves
 
 
 def not_differentiable(case: Case) -> Iterator[Answer]:
@@ -43,7 +44,7 @@ def not_differentiable(case: Case) -> Iterator[Answer]:
 def repeatable(case: Case) -> Iterator[Answer]:
     """Calls with the same arguments that differ: by written arguments, randomness or state.
 
-    Stores the trace of the first call, and the limit that follows from it, in the case.
+    Stores whether it draws random numbers, and what counts as rounding in it, in the case.
     """
     probe = case.probe
     args = probe.take_rows(probe.all_rows)
@@ -51,9 +52,11 @@ def repeatable(case: Case) -> Iterator[Answer]:
     named = zip(names, (*args, probe.kwargs), strict=True)
     paths = [path for name, tree in named for path in leaf_paths(tree, probe.backend.trees, name)]
     before = probe.numbers((args, probe.kwargs))
+    trace = probe.framework.trace_call
     with probe.random_kept():
-        case.trace = probe.trace_call(args)
-        case.limit = limit_of(case.trace.epsilon)
+        first = trace(probe.raw, args, probe.kwargs)
+        *_, epsilon, case.draws = first
+        case.limit = limit_of(epsilon)
         # Writing to arguments comes first, as it explains a second call that differs.
         after = probe.numbers((args, probe.kwargs))
         for path, x, y in zip(paths, before, after, strict=True):
@@ -61,44 +64,40 @@ def repeatable(case: Case) -> Iterator[Answer]:
                 yield cause("state: arguments", path=path)
                 yield stop("no comparison")
                 return
-        distance = _distance(case, probe.trace_call(args))
+        distance = _distance(case, first, trace(probe.raw, args, probe.kwargs))
     limit = case.limit.relative
     if distance > limit:
         # A third call, with the random generators as they were for the first one.
         with probe.random_kept():
-            again = _distance(case, probe.trace_call(args))
+            again = _distance(case, first, trace(probe.raw, args, probe.kwargs))
         yield cause("state" if again > limit else "randomness", distance=distance)
         yield stop("no comparison")
     elif limit > 1e-9:
         yield note("rounding", limit=limit)
 
 
-def _distance(case: Case, other: Trace) -> float:
-    """The largest relative difference from the first call, each leaf relative to itself; infinite
-    if the programs differ, or one result is NaN.
+def _distance(case: Case, first: tuple[Array, ...], other: tuple[Array, ...]) -> float:
+    """The largest relative difference of two calls, each leaf relative to itself; infinite if the
+    programs differ, or one result is NaN.
     """
-    first, limit = case.trace, case.limit._replace(share=0.0)
-    if first.program != other.program or len(first.values) != len(other.values):
+    (values, program, *_), (other_values, other_program, *_) = first, other
+    if program != other_program or len(values) != len(other_values):
         return inf
-    return max(limit.differences(first.values, other.values), default=0.0)
+    limit, numbers = case.limit._replace(share=0.0), case.probe.numbers
+    return max(limit.differences(numbers(values), numbers(other_values)), default=0.0)
 
 
-def by_position(case: Case) -> Iterator[Answer]:
+def by_position(case: Case) -> Iterator[Cause]:
     """Results that change with the order of the rows alone, in one micro-batch."""
-    probe, added = case.probe, case.probe.additive()
-    if probe.has_state or not case.splits.failed or not added:
-        return
-    whole, permuted = probe.step_values([probe.all_rows, case.order], n=1)
-    split = "one micro-batch, permuted"
-    row, apart = case.measured(split, (probe.rows,), added, permuted, whole)
-    case.splits.rows.append(row)
-    if apart:
+    row = case.splits.permuted
+    if case.splits.failed and not row.ok:
+        case.splits.rows.append(row)
         yield of_position(case, row.relative, row.leaf)
 
 
 def of_position(case: Case, difference: float, where: str) -> Cause:
     """The Cause for a result that depends on a row's position in its micro-batch."""
-    key = "randomness: by position" if case.trace.draws else "row order"
+    key = "randomness: by position" if case.draws else "row order"
     return cause(key, subject=case.probe.subject, difference=difference, where=where)
 
 

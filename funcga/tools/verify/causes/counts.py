@@ -5,12 +5,11 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from funcga._backend.prefixes import leaf_paths
-from funcga._types import Array
-from funcga.tools.verify.causes import Answer, Cause, cause
+from funcga.tools.verify.causes import Answer, cause
 from funcga.tools.verify.causes.lines import signature
 from funcga.tools.verify.counted import Count
 from funcga.tools.verify.exact import Case
-from funcga.tools.verify.probe import Leaves, Probe
+from funcga.tools.verify.probe import Probe
 
 # --- the counts of several terms, as totals=
 
@@ -43,51 +42,34 @@ def totals_line(probe: Probe, chosen: Sequence[Count], has_sum: bool) -> dict[st
 def of_totals(case: Case) -> Iterator[Answer]:
     """Totals that do not add up, by which a loss is divided twice, or that make it NaN if 0."""
     probe = case.probe
-    if probe.program.prologue is not None:
-        paths = leaf_paths(probe.kwargs["totals"], probe.backend.trees, "totals")
-        parts = (*case.parts, case.order)
-        counted = [probe.numbers(probe.count(rows)) for rows in parts]
-        yield from _not_additive(paths, counted)
-        yield from _divided_twice(probe, paths)
-        yield from _not_finite_at_zero(probe, paths, counted, [len(rows) for rows in parts])
+    if probe.program.prologue is None:
+        return
+    paths = leaf_paths(probe.kwargs["totals"], probe.backend.trees, "totals")
+    parts = (*case.parts, case.order)
+    counted = zip(paths, *[probe.numbers(probe.count(rows)) for rows in parts], strict=True)
+    # A total that is 1 for any rows, as {"one": 1} is, divides a term that is to count once.
+    totals = [(path, values) for path, *values in counted if any(total != 1 for total in values)]
+    for path, (x, y, both) in totals:
+        if abs(x + y - both) > 1e-6 * max(abs(x) + abs(y), abs(both)):
+            words = {"parts": float(x + y), "whole": float(both)}
+            yield cause("totals not additive", path=path, **words)
+            break
+    yield from _divided_twice(probe, paths)
+    for path, values in totals:
+        shares = [total / len(rows) for total, rows in zip(values, parts, strict=True)]
+        # What every row has as much of, such as a count of rows, is never 0.
+        if not np.allclose(shares, shares[0], rtol=1e-6, atol=0):
+            zeroed = probe.with_totals([int(other != path) for other in paths])
+            if not all(np.isfinite(zeroed[i]).all() for i in probe.additive()):
+                yield cause("total of zero", path=path)
+                break
 
 
-def _not_additive(paths: Sequence[str], counted: Sequence[Leaves]) -> Iterator[Cause]:
-    for path, x, y, both in zip(paths, *counted, strict=True):
-        apart = abs(x + y - both) > 1e-6 * max(abs(x) + abs(y), abs(both))
-        if apart and not _counts_micro_batches(x, y, both):
-            yield cause("totals not additive", path=path, parts=float(x + y), whole=float(both))
-            return
-
-
-def _counts_micro_batches(*of_parts: Array) -> bool:
-    """Whether a total is 1 for any rows, as {"one": 1} is, by which a term is divided that is to
-    count once in a window.
-    """
-    return all(total == 1 for total in of_parts)
-
-
-def _divided_twice(probe: Probe, paths: Sequence[str]) -> Iterator[Cause]:
+def _divided_twice(probe: Probe, paths: Sequence[str]) -> Iterator[Answer]:
     # Twice the totals halve what is divided by them.
     halved = probe.with_totals([2] * len(paths))
     for i in probe.additive():
         is_divided = probe.folds[i].normalizer.divides_by is not None and np.any(probe.whole[i])
         if is_divided and np.allclose(2 * halved[i], probe.whole[i], rtol=1e-6, atol=0):
             yield cause("divided twice", where=probe.paths[i])
-            return
-
-
-def _not_finite_at_zero(
-    probe: Probe, paths: Sequence[str], counted: Sequence[Leaves], sizes: Sequence[int]
-) -> Iterator[Cause]:
-    for path, *of_parts in zip(paths, *counted, strict=True):
-        if _counts_micro_batches(*of_parts):
-            continue
-        shares = [total / size for total, size in zip(of_parts, sizes, strict=True)]
-        # What every row has as much of, such as a count of rows, is never 0.
-        if np.allclose(shares, shares[0], rtol=1e-6, atol=0):
-            continue
-        zeroed = probe.with_totals([int(other != path) for other in paths])
-        if not all(np.isfinite(zeroed[i]).all() for i in probe.additive()):
-            yield cause("total of zero", path=path)
             return

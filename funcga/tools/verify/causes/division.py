@@ -11,7 +11,6 @@ import inspect
 import re
 import types
 from collections.abc import Callable, Iterator
-from dataclasses import is_dataclass, replace
 from functools import partial
 from numbers import Real
 from typing import Any, NamedTuple
@@ -39,34 +38,39 @@ def divided_by_n(case: Case) -> Iterator[Answer]:
     n = case.counts[0] if len(case.counts) == 1 else None
     found = numbers(partial(probe.grad_fn, **probe.kwargs), n) if leaves else ()
     for number in sorted(found, key=lambda number: number.doubt):
-        step = probe.with_attributes(grad_fn=number.doubled).raw_step()
-        # The number was the length of something, and the function fails with another.
-        try:
-            changed = probe.numbers(step(*probe.take_rows(probe.all_rows)))
-        except Exception:
-            continue
-        factor = 0.5 if number.value > 1 else 2.0
-        size = largest([probe.whole[i] for i in leaves])
-        apart = [relative(changed[i], factor * probe.whole[i], size) for i in leaves]
-        if max(apart) <= case.limit.relative:
-            yield _answer(case, leaves, number, factor)
+        if _is_factor(case, leaves, number):
+            yield _answer(case, leaves, number)
             return
 
 
-def _answer(case: Case, leaves: list[int], number: "Number", factor: float) -> Answer:
+def _is_factor(case: Case, leaves: list[int], number: "Number") -> bool:
+    """Whether these leaves are divided by the number, or multiplied by one below 1."""
+    probe = case.probe
+    step = probe.with_attributes(grad_fn=number.doubled).raw_step()
+    # The number was the length of something, and the function fails with another.
+    try:
+        changed = probe.numbers(step(*probe.take_rows(probe.all_rows)))
+    except Exception:
+        return False
+    factor = 0.5 if number.value > 1 else 2.0
+    size = largest([probe.whole[i] for i in leaves])
+    apart = [relative(changed[i], factor * probe.whole[i], size) for i in leaves]
+    return max(apart) <= case.limit.relative
+
+
+def _answer(case: Case, leaves: list[int], number: "Number") -> Answer:
     """The cause, or a note if the number may stand for something else, such as the size of an axis
     of the batch.
     """
     probe, name, value = case.probe, number.name, number.value
-    operation = f"{'/' if value > 1 else '*'} {name}"
+    words = {"operation": f"{'/' if value > 1 else '*'} {name}", "name": name, "value": value}
     split = [leaf for leaf, axis in probe.arguments if isinstance(axis, int) and leaf is not None]
     is_a_size = any(value in leaf.shape for leaf in split)
     if number.doubt == 2 or (number.doubt == 1 and is_a_size):
-        return note("factor", operation=operation)
+        return note("factor", **words)
     is_summed = any(probe.folds[i].normalizer.divides_by is None for i in leaves)
     key = "divided by n: summed" if is_summed else "divided by n"
-    words = {"name": name, "value": value, "twice": 2 * value, "factor": factor}
-    return cause(key, operation=operation, **words)
+    return cause(key, twice=2 * value, factor=0.5 if value > 1 else 2.0, **words)
 
 
 # --- the numbers that a function reads, each doubled in a copy
@@ -85,29 +89,27 @@ class Number(NamedTuple):
     doubt: int
 
 
-# A count of micro-batches whatever its value; what is one if its value is the n that is asked for,
-# unless the batch has this size as well; and what may be one then.
+# Names of a count of micro-batches, whatever its value; and those of one if its value is the n that
+# is asked for, unless the batch has this size as well.
 _SURE = re.compile(
     r"accum|micro_?b|num_micro|n_micro|grad_?steps|grad_?acc|(^|_)acc_?steps|(^|_)ga_?steps|update_?freq|every_?k|"
     r"iter_?size|virtual_?batch",
     re.IGNORECASE,
 )
-_USUAL = re.compile(r"^(n|acc|ACC|gas?|GAS?)$")
-_LIKELY = re.compile(r"^(n|k|steps?|n_?steps|num_?steps)$|chunk|split|batches", re.IGNORECASE)
+_USUAL = re.compile(r"n|acc|ACC|gas?|GAS?")
 
 _LIBRARIES = {"torch", "jax", "jaxlib", "numpy", "funcga", "torch_backend", "jax_backend"}
-_DEPTH = 8
-"""How deep functions that call functions, and settings in settings, are followed."""
 
 
 def numbers(
-    value: Any, n: int | None, name: str = "", code: types.CodeType | None = None, depth: int = 0
+    value: Any, n: int | None, name: str = "", code: types.CodeType | None = None, depth: int = 8
 ) -> Iterator[Number]:
     """The numbers in a value, a function or something that it reads, that may be the number of
     micro-batches.
 
     name: the name of the value. code: that of the function which reads the value; its names select
-    the entries and attributes of settings.
+    the entries and attributes of settings. depth: how deep functions that call functions, and
+    settings in settings, are followed.
     """
     number = _number(value)
     if number is not None:
@@ -115,10 +117,8 @@ def numbers(
         if doubt is not None:
             yield Number(name, number, 2 * value, doubt)
         return
-    if depth > _DEPTH:
-        return
-    for part, label, reader, put in _parts(value, name, code):
-        for found in numbers(part, n, label, reader, depth + 1):
+    for part, label, reader, put in _parts(value, name, code) if depth else ():
+        for found in numbers(part, n, label, reader, depth - 1):
             yield found._replace(doubled=put(found.doubled))
     if isinstance(value, types.FunctionType) and n and not _is_library(value.__module__):
         yield from _literals(value, n, is_called=code is not None)
@@ -130,12 +130,10 @@ def _is_library(module: object) -> bool:
 
 def _number(value: Any) -> float | None:
     """The value of a number, or of an array without axes."""
-    if isinstance(value, bool) or not (isinstance(value, Real) or has_no_axes(value)):
-        return None
     # A random key and a complex number have no such value, and one that is being compiled has none
     # yet.
     try:
-        return float(value)
+        return float(value) if isinstance(value, Real) or has_no_axes(value) else None
     except (TypeError, ValueError, RuntimeError):
         return None
 
@@ -152,9 +150,7 @@ def _doubt(name: str, number: float, n: int | None) -> int | None:
         return 0
     if round(count) != n:
         return None
-    if _USUAL.search(word):
-        return 1 if number == n else 2
-    return 2 if _LIKELY.search(word) else None
+    return 1 if number == n and _USUAL.fullmatch(word) else 2
 
 
 # What a function reads, or settings hold; what that is called; the code that names its entries and
@@ -170,16 +166,16 @@ def _parts(value: Any, name: str, code: types.CodeType | None) -> Iterator[_Part
         yield value.func, name, code, lambda other: partial(other, *value.args, **value.keywords)
         reader = getattr(value.func, "__code__", None)
         for label, part in value.keywords.items():
-            yield part, label, reader, partial(_with_keyword, value, label)
+            yield part, label, reader, partial(_with, value, label)
     elif isinstance(value, types.MethodType):
         function, owner = value.__func__, value.__self__
-        yield function, name, code, lambda other: types.MethodType(other, owner)
+        yield function, name, code, lambda other: partial(other, owner)
         for part, label, reader, put in _settings(owner, "self", function.__code__):
             of_method = lambda other, put=put: partial(function, put(other))
             yield part, label, reader, of_method
     # A gradient function of funcga's, or a pure_loss.
-    elif is_dataclass(kind) and hasattr(value, "loss_fn"):
-        yield value.loss_fn, name, code, lambda other: replace(value, loss_fn=other)
+    elif _is_library(kind.__module__) and hasattr(value, "loss_fn"):
+        yield value.loss_fn, name, code, partial(_with, value, "loss_fn")
     # What is jitted: the function as it was.
     elif hasattr(value, "__wrapped__"):
         yield value.__wrapped__, name, code, lambda other: other
@@ -198,7 +194,7 @@ def _of_function(function: types.FunctionType, code: types.CodeType | None) -> I
     reader = code if is_library else function.__code__
     for label, part in _variables(function).items():
         if not is_library or isinstance(part, types.FunctionType):
-            yield part, label, reader, partial(_with_variable, function, label)
+            yield part, label, reader, partial(_with, function, label)
 
 
 def _variables(function: types.FunctionType) -> dict[str, object]:
@@ -213,29 +209,35 @@ def _variables(function: types.FunctionType) -> dict[str, object]:
     )
 
 
-def _with_variable(function: types.FunctionType, name: str, value: object) -> object:
-    """The function with another value for a variable that it reads."""
-    code, closure, of_module = function.__code__, function.__closure__, function.__globals__
+def _with(value: Any, name: str, part: object) -> Any:
+    """A copy of a function, a dict or an object with another value for what is read by a name."""
+    if isinstance(value, dict):
+        return {**value, name: part}
+    code = getattr(value, "__code__", None)
+    if isinstance(value, partial) or (code and name in code.co_varnames):
+        return partial(value, **{name: part})
+    if code is None:
+        # Also for an attribute of its class.
+        changed = copy.copy(value)
+        object.__setattr__(changed, name, part)
+        return changed
     if name in code.co_freevars:
-        cells = dict(zip(code.co_freevars, closure or (), strict=True))
-        closure = tuple((cells | {name: types.CellType(value)}).values())
-    elif name in code.co_varnames:
-        return _with_keyword(function, name, value)
-    else:
-        of_module = {**of_module, name: value}
-    return _copy(function, code, of_module, closure)
+        cells = dict(zip(code.co_freevars, value.__closure__, strict=True))
+        cells[name] = types.CellType(part)
+        return _copied(value, closure=tuple(cells.values()))
+    return _copied(value, globals={**value.__globals__, name: part})
 
 
-def _with_keyword(function: Callable[..., Any], name: str, value: object) -> object:
-    return partial(function, **{name: value})
-
-
-def _copy(
-    function: types.FunctionType, code: types.CodeType, of_module: dict[str, Any], closure: Any
-) -> types.FunctionType:
-    """The function with other code, globals and cells."""
-    defaults = function.__defaults__
-    copied = types.FunctionType(code, of_module, function.__name__, defaults, closure)
+def _copied(function: types.FunctionType, **changed: Any) -> types.FunctionType:
+    """A copy of the function with other code, globals or cells."""
+    parts: dict[str, Any] = {
+        "code": function.__code__,
+        "globals": function.__globals__,
+        "name": function.__name__,
+        "argdefs": function.__defaults__,
+        "closure": function.__closure__,
+    }
+    copied = types.FunctionType(**parts | changed)
     copied.__kwdefaults__ = function.__kwdefaults__
     return copied
 
@@ -263,16 +265,7 @@ def _settings(value: Any, name: str, code: types.CodeType) -> Iterator[_Part]:
         part = value.get(key) if is_dict else inspect.getattr_static(value, key, None)
         if part is not None and not callable(part):
             label = f'{name}["{key}"]' if is_dict else f"{name}.{key}"
-            yield part, label, code, partial(_with_part, value, key)
-
-
-def _with_part(value: Any, key: str, part: object) -> Any:
-    """A copy with another value for an entry or an attribute, also for one of its class."""
-    if isinstance(value, dict):
-        return {**value, key: part}
-    changed = copy.copy(value)
-    object.__setattr__(changed, key, part)
-    return changed
+            yield part, label, code, partial(_with, value, key)
 
 
 def _literals(function: types.FunctionType, n: int, is_called: bool) -> Iterator[Number]:
@@ -284,8 +277,7 @@ def _literals(function: types.FunctionType, n: int, is_called: bool) -> Iterator
     for index, value in enumerate(code.co_consts if n >= 3 else ()):
         if type(value) in (int, float) and value and n in (value, round(1 / value, 6)):
             consts = (*code.co_consts[:index], 2 * value, *code.co_consts[index + 1 :])
-            changed = code.replace(co_consts=consts)
-            copied = _copy(function, changed, function.__globals__, function.__closure__)
+            copied = _copied(function, code=code.replace(co_consts=consts))
             is_usual = _divides_all(code, value) and not is_called
             yield Number(repr(value), value, copied, 1 if is_usual else 2)
 

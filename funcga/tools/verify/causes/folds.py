@@ -1,6 +1,6 @@
 """Folds that are for another kind of loss, and weights that are not what the loss divides by.
 
-The Kind of a loss, found from two groups of rows, is compared with the kind that its fold is for. A
+The kind of a loss, found from two groups of rows, is compared with the kind that its fold is for. A
 mean needs the weight that the loss divides by; a sum needs none; a loss of any other kind has no
 fold.
 """
@@ -11,39 +11,39 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from funcga.tools.verify.causes import Answer, Cause, cause, causes_in, note, stop
+from funcga.tools.verify.causes import Answer, Cause, cause, note, stop
 from funcga.tools.verify.causes.calls import by_position
 from funcga.tools.verify.causes.counts import totals_line
-from funcga.tools.verify.causes.groups import Evidence, compare_groups
+from funcga.tools.verify.causes.groups import Evidence
 from funcga.tools.verify.causes.lines import fold_line, signature
-from funcga.tools.verify.causes.rows import of_means, of_statistics
+from funcga.tools.verify.causes.rows import of_statistics
 from funcga.tools.verify.counted import counts, form
 from funcga.tools.verify.exact import Case
-from funcga.tools.verify.probe import Probe
+from funcga.tools.verify.probe import Probe, Rows
 
 
-def explain(case: Case) -> list[Answer]:
+def explain(case: Case) -> Sequence[Answer]:
     """The causes of the differences in the table of splits, at least one if there are any: those
     of the first question that has an answer.
     """
-    answers = [*by_position(case)] or [*by_kind(case)] or [*unexplained(case)]
-    return [*apart_from_an_epsilon(case, causes_in(answers))] or answers
+    causes = [*by_position(case)] or by_kind(case, case.pairs) or [*unexplained(case)]
+    return [*apart_from_an_epsilon(case, causes)] or causes
 
 
-def by_kind(case: Case) -> Iterator[Cause]:
-    """The causes found from groups of rows, each name once."""
+def by_kind(case: Case, pairs: Sequence[tuple[Rows, Rows]]) -> list[Cause]:
+    """The causes found from these pairs of groups of rows, each name once."""
     found = dict[str, Cause]()
     for leaves in _alike(case.probe, case.failed):
-        # Of the pairs of groups the first one that shows something decides.
-        for pair in case.pairs:
-            causes = causes_of(compare_groups(case, leaves, *pair))
+        # The first pair that shows something decides.
+        for pair in pairs:
+            causes = _causes_of(Evidence(case, leaves, *pair))
             if causes:
                 found = {each.name: each for each in causes} | found
                 break
         # The value of a loss fails for the same reasons as its gradients.
         if found and case.probe.whole[leaves[0]].ndim:
             break
-    yield from found.values()
+    return [*found.values()]
 
 
 def _alike(probe: Probe, failed: Sequence[int]) -> list[list[int]]:
@@ -60,28 +60,21 @@ def _alike(probe: Probe, failed: Sequence[int]) -> list[list[int]]:
     return sorted(found, key=lambda leaves: (probe.whole[leaves[0]].ndim == 0, -leaves[0]))
 
 
-def causes_of(evidence: Evidence) -> list[Cause]:
+def _causes_of(evidence: Evidence) -> list[Cause]:
     """The causes for these leaves; none if their fold is exact for their kind."""
-    kind = evidence.kind.name
-    if evidence.divides_by == "steps" and kind in ("sum", "sum and constant", "mean"):
+    kind, is_by_steps = evidence.kind, evidence.fold.normalizer.divides_by == "steps"
+    if is_by_steps and kind in ("sum", "sum and constant", "mean"):
         return [_of_mean_under(evidence, "by steps")]
-    return [*_OF_KIND[kind](evidence)] if kind in _OF_KIND else []
+    if kind == "mean":
+        return [*_of_mean(evidence)]
+    if kind in ("statistics", "coupled"):
+        return [_of_terms(evidence) or of_statistics(evidence)]
+    if kind in ("sum", "sum and constant"):
+        return [*_of_sum(evidence)]
+    return []
 
 
 # --- the causes of each kind
-
-
-def _of_statistics(evidence: Evidence) -> Iterator[Cause]:
-    """Terms with different denominators if counts fit, which give the totals to write."""
-    # In less than float64 too many counts fit.
-    for has_sum in (False, True) if evidence.case.limit.relative < 1e-8 else ():
-        chosen = evidence.fitting(1 if has_sum else 2, has_sum)
-        if chosen:
-            words = totals_line(evidence.probe, chosen, has_sum)
-            fold = _fold_line(evidence, "funcga.sum()")
-            yield evidence.cause("other normaliser", fold=fold, **words)
-            return
-    yield of_statistics(evidence)
 
 
 def _of_sum(evidence: Evidence) -> Iterator[Cause]:
@@ -90,23 +83,34 @@ def _of_sum(evidence: Evidence) -> Iterator[Cause]:
         yield evidence.cause("sum under mean", line=line, other=other)
     else:
         yield from _not_additive(evidence)
-    if evidence.kind.name == "sum and constant":
+    if evidence.kind == "sum and constant":
         parameters = next(counts(evidence.probe)).parameters
         line = f'totals=lambda {parameters}: {{"one": 1}}'
         yield evidence.cause("regulariser", line=line, signature=signature(evidence.probe))
 
 
+def _of_terms(evidence: Evidence) -> Cause | None:
+    """The Cause of terms with different denominators if counts fit, which give the totals."""
+    # In less than float64 too many counts fit.
+    for has_sum in (False, True) if evidence.case.limit.relative < 1e-8 else ():
+        chosen = evidence.fitting(1 if has_sum else 2, has_sum)
+        if chosen:
+            words = totals_line(evidence.probe, chosen, has_sum)
+            fold = _fold_line(evidence, "funcga.sum()")
+            return evidence.cause("other normaliser", fold=fold, **words)
+    return None
+
+
 def _of_mean(evidence: Evidence) -> Iterator[Cause]:
     """A mean under a fold with other weights, or under one for sums."""
-    # Only where no count explains the weights is it worth asking whether they are counts at all.
     a, b, _ = evidence.weights
+    b *= evidence.ratio
     is_linear = evidence.fold.reducer.linear
-    apart, largest = abs(a - evidence.kind.ratio * b), max(a, evidence.kind.ratio * b)
-    is_right = is_linear and apart <= 100 * evidence.case.limit.relative * largest
-    is_counted = is_right or evidence.divisor is not None
+    is_right = is_linear and abs(a - b) <= 100 * evidence.case.limit.relative * max(a, b)
     not_additive = [*_not_additive(evidence)]
-    if not is_counted and evidence.reweighs():
-        yield of_means(evidence)
+    # Only where no count explains the weights is it worth asking whether they are counts at all.
+    if not is_right and evidence.divisor is None and evidence.reweighs():
+        yield of_statistics(evidence)
     elif not_additive:
         yield from not_additive
     elif is_right:
@@ -114,7 +118,7 @@ def _of_mean(evidence: Evidence) -> Iterator[Cause]:
     elif is_linear:
         yield _of_mean_under(evidence, "wrong weight" if evidence.has_weight else "uneven tokens")
     else:
-        fold = "per_weight" if evidence.divides_by == "weight" else "sum"
+        fold = "per_weight" if evidence.fold.normalizer.divides_by == "weight" else "sum"
         yield _of_mean_under(evidence, f"mean under {fold}")
 
 
@@ -122,21 +126,21 @@ def _of_mean_under(evidence: Evidence, name: str) -> Cause:
     """The Cause of a mean under another fold, or with other weights, than it needs; or of a sum
     under a fold by steps. The line has the weight that the loss divides by.
     """
-    divisor, is_mean = evidence.divisor, evidence.kind.name == "mean"
+    divisor, is_mean = evidence.divisor, evidence.kind == "mean"
     count, (weight_a, weight_b, _) = divisor or form(evidence.probe), evidence.weights
-    is_left_out = is_mean and divisor is not None and evidence.leaves_out(divisor.of)
+    words = {"weight_a": weight_a, "weight_b": weight_b}
+    if is_mean and divisor is not None and evidence.leaves_out(divisor.of):
+        return evidence.cause(name, line=_left_out_line(evidence), **words)
     # A fold for means stays; and of its rows a micro-batch has the weight by default.
-    keeps_fold = name in ("uneven tokens", "wrong weight") and not is_left_out
-    fold = "funcga.mean()" if is_mean and not is_left_out else "funcga.per_weight()"
+    keeps_fold = name in ("uneven tokens", "wrong weight")
+    fold = "funcga.mean()" if is_mean else "funcga.per_weight()"
     options = [] if keeps_fold else [_fold_line(evidence, fold)]
     if is_mean and (keeps_fold or evidence.has_weight or not count.is_of_rows):
         options.append(count.line)
     line = ", ".join(options)
-    if is_left_out:
-        line = note("left out", line=line, subject=evidence.probe.subject)
-    elif is_mean and divisor is None:
+    if is_mean and divisor is None:
         line = note("form", line=line)
-    return evidence.cause(name, line=line, weight_a=weight_a, weight_b=weight_b)
+    return evidence.cause(name, line=line, **words)
 
 
 def _fold_line(evidence: Evidence, better: str) -> str:
@@ -151,20 +155,11 @@ def _fold_line(evidence: Evidence, better: str) -> str:
 def _not_additive(evidence: Evidence) -> Iterator[Cause]:
     """A weight that does not add up, if the fold divides by it."""
     a, b, both = evidence.weights
-    is_used = evidence.has_weight and evidence.divides_by == "weight"
+    is_used = evidence.has_weight and evidence.fold.normalizer.divides_by == "weight"
     if is_used and abs(a + b - both) > 1e-6 * max(a + b, both):
-        divisor = evidence.divisor if evidence.kind.name == "mean" else None
+        divisor = evidence.divisor if evidence.kind == "mean" else None
         line = (divisor or form(evidence.probe)).line
         yield evidence.cause("weight not additive", line=line, weight_a=a, weight_b=b, both=both)
-
-
-_OF_KIND = {
-    "sum": _of_sum,
-    "sum and constant": _of_sum,
-    "mean": _of_mean,
-    "statistics": _of_statistics,
-    "coupled": _of_statistics,
-}
 
 
 # --- a weight that is 0
@@ -189,17 +184,20 @@ def weightless_rows(case: Case) -> Iterator[Answer]:
         return
     leaves = [index for index in probe.additive() if probe.folds[index].reducer.linear]
     if leaves:
-        yield from _left_out(compare_groups(case, leaves, *case.parts))
+        yield from _left_out(Evidence(case, leaves, *case.parts))
 
 
 def _left_out(evidence: Evidence) -> Iterator[Cause]:
     """Rows of weight 0 whose gradient is not 0: a mean leaves out a micro-batch of them."""
     if evidence.has_weight and evidence.leaves_out(evidence.probe.weigh):
-        options = [_fold_line(evidence, "funcga.per_weight()")]
-        if evidence.divisor is not None:
-            options.append(evidence.divisor.line)
-        line = note("left out", line=", ".join(options), subject=evidence.probe.subject)
-        yield evidence.cause("wrong weight: rows left out", line=line)
+        yield evidence.cause("wrong weight: rows left out", line=_left_out_line(evidence))
+
+
+def _left_out_line(evidence: Evidence) -> str:
+    options = [_fold_line(evidence, "funcga.per_weight()")]
+    if evidence.divisor is not None:
+        options.append(evidence.divisor.line)
+    return note("left out", line=", ".join(options), subject=evidence.probe.subject)
 
 
 # --- what no kind explains
@@ -246,37 +244,25 @@ VAGUE = {
 
 def apart_from_an_epsilon(case: Case, causes: Sequence[Cause]) -> Iterator[Answer]:
     """What replaces these causes if it is all that is wrong but for a very small difference."""
-    names = {each.name for each in causes}
-    if not names or not names <= VAGUE or case.failed != case.splits.failed:
+    probe, failed, worst = case.probe, case.failed, case.splits.worst
+    are_vague = causes and all(each.name in VAGUE for each in causes)
+    # A loss that refuses repeated rows shows no kind.
+    if not are_vague or failed != case.splits.failed or not probe.try_values(probe.all_rows * 2):
         return
-    worst = case.splits.worst
-    found = _within(case, 10 * worst if worst <= _SMALL else _EPSILON)
-    if worst <= _SMALL and found == []:
+    # The same splits, where larger differences count as rounding.
+    loose, is_small = copy.copy(case), worst <= _SMALL
+    loose.limit = case.limit._replace(relative=10 * worst if is_small else _EPSILON)
+    found = by_kind(loose, [case.parts])
+    if is_small and not found:
         yield _small_remainder(case)
-    elif found and case.limit.relative < 1e-8 and VAGUE.isdisjoint(each.name for each in found):
+    elif case.limit.relative < 1e-8 and VAGUE.isdisjoint(each.name for each in found):
         yield from found
 
 
 def _small_remainder(case: Case) -> Answer:
     """The cause; a note if the value of the loss alone differs."""
     probe, failed = case.probe, case.failed
-    is_of_gradient = any(probe.whole[leaf].ndim for leaf in failed)
-    is_of_value = not is_of_gradient and any(leaf.ndim for leaf in probe.whole)
+    arrays = {index for index, leaf in enumerate(probe.whole) if leaf.ndim}
+    is_of_value = arrays and arrays.isdisjoint(failed)
     words = {"where": probe.paths[failed[0]], "difference": case.splits.worst}
     return (note if is_of_value else cause)("small remainder", **words)
-
-
-def _within(case: Case, relative: float) -> list[Cause] | None:
-    """The causes for the leaves that differ, where larger differences count as rounding; None if
-    that cannot be told.
-    """
-    # With the same splits.
-    loose = copy.copy(case)
-    loose.limit = case.limit._replace(relative=relative)
-    groups = [
-        compare_groups(loose, leaves, *case.parts) for leaves in _alike(case.probe, case.failed)
-    ]
-    if any(group.kind.name == "unknown" for group in groups):
-        return None
-    found = {each.name: each for group in groups for each in causes_of(group)}
-    return [*found.values()]

@@ -1,17 +1,15 @@
 """Groups: which kind of function of its rows a result is, found from groups of rows.
 
 F(i, j) is the gradient of a batch that has a group A of rows i times and another one, B, j times.
-Repeating the whole batch k times separates a sum S from the rest M: F = k S + M. A sum is additive
-in the groups. A mean is a weighted average of F(1, 0) and F(0, 1), with weights proportional to
-what the loss counts. Any other F that repetition does not change depends on statistics of the
-batch, or is a sum of several means, which counts in the batch then explain.
+A sum is i F(1, 0) + j F(0, 1). A mean is a weighted average of F(1, 0) and F(0, 1), with weights
+proportional to what the loss counts. Any other F that repetition does not change depends on means
+over the batch, or is a sum of several means, which counts in the batch then explain.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations, product
-from typing import NamedTuple
 
 import numpy as np
 
@@ -21,18 +19,6 @@ from funcga.tools.verify.causes import Cause, cause
 from funcga.tools.verify.counted import Count, counts
 from funcga.tools.verify.exact import Case
 from funcga.tools.verify.probe import Probe, Rows
-
-
-class Kind(NamedTuple):
-    """What kind of function of its rows some leaves are.
-
-    name: "nothing", "sum", "sum and constant", "mean", "statistics", "coupled", or "unknown" where
-    it could not be evaluated. ratio: of a mean, how much A weighs for each B.
-    """
-
-    name: str
-    ratio: float = 0.0
-
 
 # How often each group of rows is in a batch, and the values there: a list of arrays, later one
 # vector of size 1.
@@ -48,13 +34,12 @@ _SETTLING = 0.45
 
 @dataclass(frozen=True, eq=False)
 class Evidence:
-    """The Kind of some leaves under one fold, found from two groups of rows, a and b."""
+    """What two groups of rows, a and b, show of some leaves under one fold."""
 
     case: Case
     leaves: Sequence[int]
     a: Rows
     b: Rows
-    kind: Kind
 
     @property
     def probe(self) -> Probe:
@@ -72,21 +57,29 @@ class Evidence:
         return self.probe.program.weight is not None
 
     @property
-    def divides_by(self) -> str | None:
-        """What the fold divides by."""
-        return self.fold.normalizer.divides_by
+    def kind(self) -> str:
+        """What kind of function of its rows the leaves are: "nothing", "sum", "sum and constant",
+        "mean", "statistics", "coupled", or "unknown" where it could not be evaluated.
+        """
+        return self._kind_and_ratio[0]
+
+    @property
+    def ratio(self) -> float:
+        """Of a mean, how much A weighs for each B."""
+        return self._kind_and_ratio[1]
+
+    @cached_property
+    def _kind_and_ratio(self) -> tuple[str, float]:
+        values = _values_at(self.case, (self.a, self.b), self.leaves, _POINTS)
+        if not values.keys() >= _NEEDED:
+            return "unknown", 0.0
+        return classify(values, 10 * self.case.limit.relative)
 
     def cause(self, key: str, **words: object) -> Cause:
         """The Cause with the texts of this key, for these leaves."""
-        words = {
-            "where": self.probe.paths[self.leaves[0]],
-            "a": len(self.a),
-            "b": len(self.b),
-            "ratio": self.kind.ratio,
-            "subject": self.probe.subject,
-            **words,
-        }
-        return cause(key, **words)
+        where, subject = self.probe.paths[self.leaves[0]], self.probe.subject
+        sizes = {"a": len(self.a), "b": len(self.b), "ratio": self.ratio}
+        return cause(key, **{"where": where, "subject": subject} | sizes | words)
 
     @cached_property
     def weights(self) -> tuple[float, float, float]:
@@ -138,8 +131,7 @@ class Evidence:
             # is counted. Fit those means.
             shares = [each / each.sum(1, keepdims=True) for each in counted]
             terms = np.concatenate([*shares, *([times] if has_sum else [])], axis=1)
-            means = np.linalg.lstsq(terms, values, rcond=None)[0]
-            if np.linalg.norm(terms @ means - values) <= tolerance:
+            if np.linalg.norm(_remainder(terms, values)) <= tolerance:
                 yield indices
 
     def leaves_out(self, weigh: Callable[[Rows], float]) -> bool:
@@ -161,20 +153,11 @@ class Evidence:
         moved = self.probe.at_other_parameters()
         if moved is None:
             return False
-        kind = compare_groups(replace(self.case, probe=moved), self.leaves, self.a, self.b).kind
-        if kind.name != self.kind.name:
-            return kind.name in ("statistics", "coupled")
-        ratio, tolerance = self.kind.ratio, max(1e-5, 100 * self.case.limit.relative)
-        return abs(ratio - kind.ratio) > tolerance * (ratio + kind.ratio)
-
-
-def compare_groups(case: Case, leaves: Sequence[int], a: Rows, b: Rows) -> Evidence:
-    """The Evidence of the groups A and B for these leaves of the output."""
-    vectors = _values_at(case, (a, b), leaves, _POINTS)
-    kind = Kind("unknown")
-    if vectors.keys() >= _NEEDED:
-        kind = classify(vectors, 10 * case.limit.relative)
-    return Evidence(case, leaves, a, b, kind)
+        other = replace(self, case=replace(self.case, probe=moved))
+        if other.kind != self.kind:
+            return other.kind in ("statistics", "coupled")
+        tolerance = max(1e-5, 100 * self.case.limit.relative)
+        return abs(self.ratio - other.ratio) > tolerance * (self.ratio + other.ratio)
 
 
 def _values_at(
@@ -197,49 +180,35 @@ def _values_at(
     }
 
 
-_Near = Callable[[Array, Array], bool]
+def _remainder(terms: Array, values: Array) -> Array:
+    """What is left of the values at each point after the best linear combination of the terms."""
+    return terms @ np.linalg.lstsq(terms, values, rcond=None)[0] - values
 
 
-def classify(f: _Points, tolerance: float) -> Kind:
-    """The Kind of a function, from its scaled values at points (i, j)."""
-    near: _Near = lambda x, y: bool(np.abs(x - y).max(initial=0.0) <= tolerance)
-    # Not linear in the number of repetitions: neither a sum nor a mean.
-    if (3, 3) in f and not near(f[3, 3], 2 * f[2, 2] - f[1, 1]):
-        return _as_growth(f)
-    # F = k S + M for k repetitions, so F(2i, 2j) - F(i, j) is S, and M what is left.
-    once = ((1, 0), (0, 1), (1, 1))
-    sums: _Points = {(i, j): f[2 * i, 2 * j] - f[i, j] for i, j in once}
-    rests: _Points = {point: f[point] - sums[point] for point in once}
-    is_sum = all(near(rest, 0) for rest in rests.values())
-    if all(near(part, 0) for part in sums.values()):
-        return Kind("nothing") if is_sum else _as_mean(f, near)
-    if not near(sums[1, 1], sums[1, 0] + sums[0, 1]):
-        return Kind("statistics")
-    if is_sum:
-        return Kind("sum")
-    if near(rests[1, 0], rests[0, 1]) and near(rests[1, 1], rests[1, 0]):
-        return Kind("sum and constant")
-    return Kind("statistics")
-
-
-def _as_growth(f: _Points) -> Kind:
-    """The Kind of any other function that grows with repetitions: "statistics" if it converges,
-    else "coupled".
-    """
-    first, second = (float(np.linalg.norm(f[k + 1, k + 1] - f[k, k])) for k in (1, 2))
-    return Kind("statistics" if second < _SETTLING * first else "coupled")
-
-
-def _as_mean(f: _Points, near: _Near) -> Kind:
-    """The Kind of a function that repeating the batch does not change: "mean" or "statistics"."""
+def classify(f: _Points, tolerance: float) -> tuple[str, float]:
+    """The kind and the ratio of a function, from its scaled values at points (i, j)."""
+    times, values = np.array([*f]), np.array([*f.values()])
+    near: Callable[[Array, Array], bool] = lambda x, y: np.abs(x - y).max(initial=0.0) <= tolerance
+    is_made_of: Callable[[Array], bool] = lambda terms: near(_remainder(terms, values), 0)
+    if near(values, 0):
+        return "nothing", 0.0
+    if is_made_of(times):
+        return "sum", 0.0
+    # Where A and B differ, the value of both lies on the line between them. The ratio that this
+    # mixture shows must hold for every other.
     a, b, both = f[1, 0], f[0, 1], f[1, 1]
-    apart, share = a - b, 0.5
-    # Where A and B differ, their mixture lies on the line between them.
-    if not near(apart, 0):
-        share = float((both - b) @ apart / (apart @ apart))
-    if not 0 < share < 1:
-        return Kind("statistics")
-    # The ratio that one mixture shows must hold for every other.
-    ratio = share / (1 - share)
-    is_mean = all(near(f[i, j], (i * ratio * a + j * b) / (i * ratio + j)) for i, j in f)
-    return Kind("mean", ratio) if is_mean else Kind("statistics")
+    apart = a - b
+    share = 0.5 if near(apart, 0) else float((both - b) @ apart / (apart @ apart))
+    if 0 < share < 1:
+        ratio = share / (1 - share)
+        weights = times * [ratio, 1]
+        if is_made_of(weights / weights.sum(1, keepdims=True)):
+            return "mean", ratio
+    if is_made_of(np.column_stack([times, np.ones(len(times))])):
+        return "sum and constant", 0.0
+    # What does not grow linearly with the number of repetitions, and does not converge.
+    if (3, 3) in f and not near(f[3, 3], 2 * f[2, 2] - both):
+        first, second = (float(np.linalg.norm(f[k + 1, k + 1] - f[k, k])) for k in (1, 2))
+        if second >= _SETTLING * first:
+            return "coupled", 0.0
+    return "statistics", 0.0

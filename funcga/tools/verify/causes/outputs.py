@@ -7,11 +7,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from funcga._types import Tree
 from funcga.folds import concat
 from funcga.tools.verify.causes import Answer, cause, note, stop
 from funcga.tools.verify.causes.lines import fold_line, loss_names
-from funcga.tools.verify.exact import Case, largest
+from funcga.tools.verify.exact import Case, is_compared, largest
 
 
 def small_gradients(case: Case) -> Iterator[Answer]:
@@ -22,14 +21,14 @@ def small_gradients(case: Case) -> Iterator[Answer]:
     large.
     """
     probe, limit = case.probe, case.limit
-    evaluated = [
-        rows for rows in (probe.all_rows, *case.parts) if probe.try_values(rows) is not None
-    ]
-    top = max(largest(probe.values(rows)) for rows in evaluated)
+    parts = (probe.all_rows, *case.parts)
+    evaluated = [values for rows in parts if (values := probe.try_values(rows)) is not None]
+    top = max(map(largest, evaluated))
     # The usual case: gradients stand out from the floor.
     if not 0 < top < limit.floor / limit.relative:
         return
-    if top > 8 * case.trace.epsilon**0.75 * max(abs(probe.loss(rows)) for rows in evaluated):
+    epsilon = limit.floor / 8
+    if top > 8 * epsilon**0.75 * abs(probe.loss(probe.all_rows)):
         case.limit = limit._replace(floor=limit.floor * top)
     else:
         yield note("small gradients", top=top)
@@ -57,12 +56,11 @@ def per_example(case: Case) -> Iterator[Answer]:
                 folds[i] = concat(axis)
                 apart.append(i)
     if apart:
-        case.probe = probe.with_folds(folds)
-        i, rows = apart[0], {"rows": probe.rows, "some": len(part)}
+        case.probe, i = probe.with_folds(folds), apart[0]
+        words = {"where": probe.paths[i], "rows": probe.rows, "some": len(part)}
         shapes = {"whole": [*probe.whole[i].shape], "part": [*some[i].shape]}
         # The line has concat() for all of them.
-        line = fold_line(case.probe, "", ())
-        yield cause("per-example output", line=line, where=probe.paths[i], **shapes, **rows)
+        yield cause("per-example output", line=fold_line(case.probe, "", ()), **words, **shapes)
         if probe.has_state:
             yield stop("nothing else")
 
@@ -89,33 +87,28 @@ def wrong_gradient(case: Case) -> Iterator[Answer]:
     the steps in the loss.
     """
     probe, gradient, limit = case.probe, case.probe.gradient, case.limit
-    args = probe.take_rows(probe.all_rows)
     if gradient is not None and gradient.scaled:
         return
     transform = None if gradient is None else gradient.bound(probe.backend)
+    args = probe.take_rows(probe.all_rows)
     output = probe.framework.second_output(probe.grad_fn, transform, args, probe.kwargs)
     if output is None:
         return
-    in_gradient: Tree = gradient.gradient_in if gradient else lambda output: output
-    own, other = (probe.numbers(in_gradient(tree)) for tree in (probe.output, output))
-    differences = limit.differences(own, other)
-    worst = max(differences, default=0.0)
+    differences = limit.differences(probe.whole, probe.numbers(output))
+    worst = max(differences)
     # Of two ways to compute the same number rounding may differ by more than in one.
-    if not 10 * limit.relative < worst < float("inf"):
-        return
-    where = probe.paths[differences.index(worst)] if gradient is None else ""
-    key = "wrong gradient" if gradient else "first-order step"
-    yield cause(key, where=where, difference=worst)
+    if 10 * limit.relative < worst < float("inf"):
+        key = "wrong gradient" if gradient else "first-order step"
+        yield cause(key, where=probe.paths[differences.index(worst)], difference=worst)
 
 
 def remarks(case: Case) -> Iterator[Answer]:
     """Notes about what was not compared."""
-    probe, carried = case.probe, case.splits.carried
+    probe = case.probe
     if probe.gradient is None and not probe.gradient_leaves():
         yield note("loss")
-    if any(fold.reducer.over_steps for fold in probe.folds):
-        yield note("moments")
-    if carried:
-        yield note("carried", where=probe.paths[carried[0]])
+    others = [i for i, fold in enumerate(probe.folds) if not is_compared(fold)]
+    if others:
+        yield note("not compared", where=probe.paths[others[0]])
     if probe.has_state:
         yield note("threaded")

@@ -25,34 +25,19 @@ from funcga.tools.verify.probe import Probe, Rows
 
 def of_statistics(evidence: Evidence) -> Cause:
     """The Cause of a loss that depends on statistics of its rows, or couples them."""
-    case, layers = evidence.case, evidence.probe.layers()
-    if _grows_as_a_logarithm(evidence.probe, evidence.a):
+    case, probe, kind = evidence.case, evidence.probe, evidence.kind
+    layers, twice = probe.layers(), probe.try_values(probe.all_rows * 2)
+    # The value of log(sum) does so as well, and its gradient is a mean.
+    if kind != "mean" and _grows_as_a_logarithm(probe, evidence.a):
         return evidence.cause("in-batch negatives", line=coupled_line(case, "embeddings"))
-    if evidence.kind.name == "coupled":
-        return of_sums(evidence, "coupled rows")
-    if layers:
+    if layers and kind != "coupled":
         return evidence.cause("batch statistics: layers", layers=layers)
-    return of_means(evidence)
-
-
-def of_means(evidence: Evidence) -> Cause:
-    """The Cause of a loss that is a function of means over rows, as a variance is, or of sums over
-    them, as a ratio with a constant in it is.
-    """
-    case, probe = evidence.case, evidence.probe
-    twice = probe.try_values(probe.all_rows * 2)
-    # A function of means alone is the same for all rows twice.
-    if twice is not None and case.differ(twice, probe.whole):
-        return of_sums(evidence, "batch statistics")
-    return of_sums(evidence, "batch statistics", "mean")
-
-
-def of_sums(evidence: Evidence, key: str, kind: str = "sum") -> Cause:
-    """The Cause of a loss that is a function of sums over rows, as the square of a sum is, or of
-    means.
-    """
-    line = coupled_line(evidence.case, f"{kind}s", f"funcga.{kind}()")
-    return evidence.cause(key, line=line, kind=kind)
+    # A function of means alone, as a variance is, is the same for all rows twice; one of sums, as a
+    # ratio with a constant in it, is not.
+    word = "mean" if twice is None or not case.differ(twice, probe.whole) else "sum"
+    line = coupled_line(case, f"{word}s", f"funcga.{word}()")
+    key = "coupled rows" if kind == "coupled" else "batch statistics"
+    return evidence.cause(key, line=line, kind=word)
 
 
 def _grows_as_a_logarithm(probe: Probe, rows: Rows) -> bool:
@@ -118,13 +103,11 @@ def fixed_number(case: Case) -> Iterator[Answer]:
     assert job is not None
     size = job.program.microbatch_size or -(-probe.rows // (job.program.n or 1))
     fewer = [every[: min(rows, probe.rows - 1)] for rows in (size, probe.rows // 2, probe.rows)]
-    working = [rows for rows in fewer if probe.try_values(rows) is not None]
-    works, fails = every, fewer[1]
-    if probe.try_values(every) is None:
-        works, fails = working[0] if working else every, every
+    working = [rows for rows in (every, *fewer) if probe.try_values(rows) is not None]
     # An error that is not about their number is that of a later question.
-    if works == fails or (works == every and working):
+    if not working or (every in working and len(working) > 1):
         return
+    works, fails = working[0], fewer[1] if every in working else every
     try:
         probe.values(fails)
     except Exception as error:
@@ -144,32 +127,25 @@ def of_order(case: Case) -> Iterator[Answer]:
     """
     probe, every = case.probe, case.probe.all_rows
     twice = every + every
+
+    def differ(*orders: Rows) -> bool:
+        one, other = map(probe.try_values, orders)
+        return one is not None and other is not None and case.differ(one, other)
+
+    def changing(rows: Rows) -> list[int]:
+        """The rows that change the loss if they are exchanged with the next one."""
+        places = range(1, len(rows))
+        orders = [(*rows[: k - 1], rows[k], rows[k - 1], *rows[k + 1 :]) for k in places]
+        return [k for k, order in zip(places, orders, strict=True) if differ(rows, order)]
+
     # The cause is known already, or it makes no difference.
     is_known = not case.splits.are_exact or probe.try_values(every[:-1]) is None
-    if is_known or not _differ(case, twice, tuple(sorted(twice))):
+    if is_known or not differ(twice, tuple(sorted(twice))):
         return
     # Of all exchanges of two neighbouring rows only that at the end of the first `size` rows
     # changes it, whatever their number. A half of them ends elsewhere if there are twice as many.
-    changing = _changing(case, twice)
-    within = [row for row in changing if row < probe.rows]
-    if len(changing) == 1 and _changing(case, every) == within:
-        yield cause("fixed rows: first", size=changing[0], next=changing[0] + 1)
+    sizes = changing(twice)
+    if len(sizes) == 1 and changing(every) == [k for k in sizes if k < probe.rows]:
+        yield cause("fixed rows: first", size=sizes[0], next=sizes[0] + 1)
     else:
         yield note("row order")
-
-
-def _changing(case: Case, rows: Rows) -> list[int]:
-    """The rows that change the loss if they are exchanged with the next one."""
-    exchanged = {
-        row: (*rows[: row - 1], rows[row], rows[row - 1], *rows[row + 1 :])
-        for row in range(1, len(rows))
-    }
-    return [row for row, order in exchanged.items() if _differ(case, rows, order)]
-
-
-def _differ(case: Case, *orders: Rows) -> bool:
-    """Whether the loss differs for two orders of the same rows; False if it cannot be
-    evaluated.
-    """
-    one, other = map(case.probe.try_values, orders)
-    return one is not None and other is not None and case.differ(one, other)
