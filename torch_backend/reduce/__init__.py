@@ -28,7 +28,6 @@ from torch_backend.reduce.agreement import Agreement, Histories, History, Rebuil
 from torch_backend.reduce.header import (
     Report,
     check_in_step,
-    digest_of,
     exchange_reports,
     nothing_to_fold,
 )
@@ -148,8 +147,7 @@ class Reduction:
                 numbers=[float(arrays.scalar(sums.of[leaf]) or 0) for leaf in agreement.numbers],
             )
         history = self.history
-        step = digest_of((history.step, [*history.options.items()]))
-        return Report(step, self.window, history.finished, float(self.updates), **said)
+        return Report(history.digest, self.window, history.finished, float(self.updates), **said)
 
     @contextmanager
     def _same_on_all(self) -> Iterator[None]:

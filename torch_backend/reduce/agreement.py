@@ -76,6 +76,8 @@ class History:
 
     def __init__(self, memory: Memory, replicas: Replicas):
         self.step, self.options, self.replicas = memory.step, memory.options, replicas
+        # Goes into every header: hashed once, as no option is set after the first window.
+        self.digest = digest_of((self.step, [*self.options.items()]))
         self.agreements: deque[Agreement] = deque(maxlen=16)  # on the last structures
 
     def propose(self, folding: Folding, leaves: Sequence[Array]) -> Agreement:
@@ -104,14 +106,10 @@ class History:
             like = None if outputs.folds[index] is None or leaf is None else _like(leaf, replicas)
             likes.append(like)
             description[path] = _description(outputs, index, shapes[index], like)
-        digest, (numbers, summed, gathered) = (
-            digest_of([*description.items()]),
-            _ways(folding, likes),
-        )
-        self.agreements.append(
-            Agreement(key, outputs, likes, description, digest, numbers, summed, gathered)
-        )
-        return self.agreements[-1]
+        digest, ways = digest_of([*description.items()]), _ways(folding, likes)
+        agreement = Agreement(key, outputs, likes, description, digest, *ways)
+        self.agreements.append(agreement)
+        return agreement
 
     def check_steps(self, reports: list[Report]) -> None:
         """Raises FuncgaError, on all replicas, if they call different steps, or were given other
