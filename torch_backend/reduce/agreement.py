@@ -206,12 +206,11 @@ def _like(leaf: Array, replicas: Replicas) -> torch.Tensor:
     return like
 
 
-def _ways(folding: Folding, likes: list[Any]) -> list[list[int]]:
+def _ways(folding: Folding, likes: list[Any]) -> tuple[list[int], list[int], list[int]]:
     """(numbers in the header, leaves that are summed, leaves that are gathered), of those that are
     reduced here.
     """
-    ways: list[list[int]] = [[], [], []]
-    numbers, summed, gathered = ways
+    numbers, summed, gathered = list[int](), list[int](), list[int]()
     for leaf, fold in folding.folds.items():
         like, adds = likes[leaf], fold.fold.reducer.monoid.collective == "sum"
         is_number = type(like) is torch.Tensor and like.is_cpu and like.ndim == 0
@@ -221,7 +220,7 @@ def _ways(folding: Folding, likes: list[Any]) -> list[list[int]]:
             numbers.append(leaf)
         elif like is not None:
             (summed if adds else gathered).append(leaf)
-    return ways
+    return numbers, summed, gathered
 
 
 def _shape(outputs: Outputs, leaf_index: int) -> list[int | str]:
