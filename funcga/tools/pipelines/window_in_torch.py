@@ -29,7 +29,7 @@ from torch_backend.arrays import recording, recording_loss
 from torch_backend.modules.checks import check_not_wrapped
 from torch_backend.reduce import Reduction
 from torch_backend.reduce.header import nothing_to_fold
-from torch_backend.replicas import Replicas, channel_of, check_alike
+from torch_backend.replicas import Replicas, check_alike
 from torch_backend.wrapped.ddp import DDP, assigned
 from torch_backend.wrapped.window import WrappedGradient, WrappedWindow
 
@@ -172,7 +172,7 @@ class ScheduledWindow(WrappedWindow):
         """
         wrapper = self.wrapper
         for group in wrapper.groups[0] if wrapper.in_step else ():
-            channel = channel_of(group)
+            channel = Replicas(group).channel
             channel.send_owed()
             needed = any(channel.all_gather(needed))
         return needed
@@ -233,7 +233,7 @@ class ScheduledWindow(WrappedWindow):
             sent = f"{type(error).__name__}: {error}"
         elif pipeline.has_last:
             sent = _moved(values, torch.device("cpu"))
-        said = channel_of(pipeline.group).all_gather(([*map(float, self.weights)], sent))
+        said = Replicas(pipeline.group).channel.all_gather(([*map(float, self.weights)], sent))
         if error is not None:
             raise error
         last, received = next(
