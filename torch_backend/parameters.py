@@ -3,7 +3,7 @@ added.
 """
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -115,6 +115,10 @@ def assign_grads(params: Tree, grads: Tree) -> None:
         if isinstance(grads, Mapping):  # frozen parameters need no gradient
             frozen = [name for name, parameter in params.items() if not parameter.requires_grad]
             grads = {**dict.fromkeys(frozen), **grads}
+    if isinstance(params, Iterator):
+        params = list(params)
+    if isinstance(params, list) and isinstance(grads, tuple):  # as torch.autograd.grad returns them
+        grads = list(grads)
     parameters, gradients = trees.flatten(params)[0], matched(grads, params, "grads")
     pairs = [*zip(parameters, gradients, strict=True)]
     # All is checked before the first gradient is set.
