@@ -69,11 +69,26 @@ class Ledger:
         self.last, self.versions = now, versions
 
     def settle(self, window: Window, scale: float) -> None:
-        """Follows the gradient of each micro-batch to the step, writes that into the window, and
-        begins the next. `scale`: the factor of the GradScaler; 0 if there is none.
+        """Writes into the window what became of its micro-batches, and begins the next. `scale`:
+        the factor of the GradScaler; 0 if there is none.
+        """
+        is_old = self._follow(window, scale)
+        if window.is_step and is_old:
+            window.findings.append(Finding("left over"))
+        if window.is_step and window.by_hand * scale > 1.5:
+            window.findings.append(Finding("never unscaled", {"factor": scale}))
+        # A factor is known as exactly as gradients are rounded.
+        if window.by_hand != 1:
+            window.precision = max(torch.finfo(param.dtype).eps for param in self.params)
+        window.unknown = self.unknown or window.unknown
+        self.looks, self.unknown = [], ""
+
+    def _follow(self, window: Window, scale: float) -> bool:
+        """Follows the gradient of each micro-batch to the step, and writes that into the window.
+        Returns whether gradients were not empty when the first micro-batch came.
         """
         changes = torch.stack([look.change for look in self.looks]).tolist()
-        is_old = changes[0][0] > 0
+        is_old: bool = changes[0][0] > 0
         clips: list[float] = []
         for look, change in zip(self.looks, changes, strict=True):
             factor, now = _factor(*change), change[2]
@@ -94,15 +109,7 @@ class Ledger:
                     window.scale(math.prod(clips))
                 clips, window.by_hand = [], 1.0
                 window.parts.append((look.event, 1.0))
-        if window.is_step and is_old:
-            window.findings.append(Finding("left over"))
-        if window.is_step and window.by_hand * scale > 1.5:
-            window.findings.append(Finding("never unscaled", {"factor": scale}))
-        # A factor is known as exactly as gradients are rounded.
-        if window.by_hand != 1:
-            window.precision = max(torch.finfo(param.dtype).eps for param in self.params)
-        window.unknown = self.unknown or window.unknown
-        self.looks, self.unknown = [], ""
+        return is_old
 
 
 def _elements(param: torch.Tensor, most: int) -> torch.Tensor:

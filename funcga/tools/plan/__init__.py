@@ -26,7 +26,7 @@ from funcga.tools.reports.tables import text_table
 
 def side(backend: Backend) -> Any:
     """The module of a framework, which measures the memory of a window without running it. Both
-    have the same functions; JAX's also counts the rows of a device, for replicated steps.
+    have the same functions.
     """
     return import_module(f"funcga.tools.plan.in_{backend.name}")
 
@@ -218,8 +218,7 @@ def planned(
                 measured[n]["state"] = own.nbytes(state)
         return measured[n]
 
-    is_replicated = program.on_each is not None
-    rows = own.rows(program, args, backend) if is_replicated else program.read(args, backend).rows()
+    rows = own.rows(program, args, backend)
     if memory is None:
         memory = _free_memory(backend, (args, kwargs, state), measure(1))
     n, fits = smallest_that_fits(measure, rows, memory)

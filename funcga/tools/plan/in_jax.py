@@ -21,15 +21,16 @@ def is_shape(leaf: Any) -> bool:
 
 
 def rows(program: Program, args: tuple[Tree, ...], backend: Backend) -> int:
-    """The number of rows that each device has of the arguments of a replicated step."""
+    """The number of rows of the arguments of a call."""
     found: list[int] = []
 
     def count(args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> None:
         found.append(program.read(args, backend).rows())
 
     static, arrays = trees.partition((args, {}))
-    on_each = partial(program.on_each, count, out_specs=None)
-    jax.eval_shape(lambda arrays: on_each(*static.tree(arrays)), arrays)
+    on_each = program.on_each  # then they are those of one device
+    function = count if on_each is None else partial(on_each, count, out_specs=None)
+    jax.eval_shape(lambda arrays: function(*static.tree(arrays)), arrays)
     return found[0]
 
 

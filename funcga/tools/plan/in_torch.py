@@ -38,6 +38,11 @@ def is_shape(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.device.type == "meta"
 
 
+def rows(program: Program, args: tuple[Tree, ...], backend: Backend) -> int:
+    """The number of rows of the arguments of a call."""
+    return program.read(args, backend).rows()
+
+
 def nbytes(tree: Tree) -> int:
     """The bytes of the arrays of a tree; shared memory is counted once."""
     return sum(_sizes(trees.flatten(tree)[0]).values())
