@@ -32,7 +32,7 @@ from torch_backend.arrays import recording
 from torch_backend.engine import bound
 from torch_backend.engine.window import Window
 from torch_backend.modules import PureLoss
-from torch_backend.modules.visits import IN_USE, Visit
+from torch_backend.modules.visits import InUse
 from torch_backend.sums import Folding, Sums
 
 
@@ -186,16 +186,6 @@ def serves_window(window: Window) -> bool:
 # --- the window
 
 
-@contextmanager
-def _reserved(visits: Visit | None) -> Iterator[None]:
-    """A context in which no other thread visits the module, which keeps its own parameters."""
-    use = IN_USE.begin([] if visits is None else visits.parts.ids)
-    try:
-        yield
-    finally:
-        IN_USE.end(use)
-
-
 class CompiledWindow(Window):
     """A window of a gradient whose loss is compiled: `step` folds the micro-batches, as far as it
     can, and autograd the others.
@@ -259,8 +249,8 @@ class CompiledWindow(Window):
             self.inside = visits.loss
             with visits:  # the module and its parameters are checked
                 pass
-            with _reserved(visits):
-                self.buffers = dict(self.inside.module.named_buffers())
+            with InUse(visits.parts.ids):  # no other thread visits the module
+                self.buffers = dict(visits.loss.module.named_buffers())
         leaves = trees.flatten(self.params)[0]
         # Until the first loss shows its dtype, one of that of the parameters stands in.
         folding = self.plan.folding or bound.folding_of(self, leaves[0].new_zeros(()), None)
@@ -312,8 +302,10 @@ class CompiledWindow(Window):
         # What is differentiated is passed apart.
         others = [None if index in self.params else arg for index, arg in enumerate(args)]
         called = self.params, self.inside, self.buffers, others, kwargs, factor
+        # The module keeps its own parameters, and no other thread visits it.
+        ids = [] if self.visits is None else self.visits.parts.ids
         try:
-            with _reserved(self.visits), torch.no_grad():
+            with InUse(ids), torch.no_grad():
                 loss: torch.Tensor = self.step.run(totals, *called)
                 return loss
         except private_in_torch.refusals_to_compile():
