@@ -5,7 +5,7 @@ Only torch has this file: XLA updates the carry of a loop in place by itself.
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from types import NoneType
@@ -248,8 +248,10 @@ class Sums:
             if type(value) is not torch.Tensor:
                 self.of[index] = without_partials(value, likes.get(index))
 
-    def result(self) -> Tree:
-        """The normalised result, in the structure of the output. The sums are empty afterwards."""
+    def result(self, finish: Callable[[list[Any]], None] | None = None) -> Tree:
+        """The normalised result, in the structure of the output. The sums are empty afterwards.
+        `finish` may replace leaves of the result.
+        """
         folding, outputs = self.folding, self.folding.outputs
         of, self.of = self.of, defaultdict(NoneType)
         results = [of[index] for index in range(len(outputs.folds))]
@@ -263,14 +265,15 @@ class Sums:
                 arrays.divide(sums, float(divisor / unit))
         for index, dtype in folding.cast:
             results[index] = results[index].to(dtype)
-        if folding.normalized:
-            for index in folding.normalized:
-                results[index] = self._normalized(index, results[index])
+        for index in folding.normalized:
+            results[index] = self._normalized(index, results[index])
         for index, fold in outputs.collected.items():
             rows = self.collected[index]
             results[index] = torch.cat(rows, dim=fold.axis or 0).to(fold.result_dtype)
         for index, leaf in zip(outputs.threads, self.state, strict=True):
             results[index] = leaf
+        if finish is not None:
+            finish(results)
         return trees.unflatten(outputs.structure, results)
 
     @property
