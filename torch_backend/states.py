@@ -45,7 +45,7 @@ def add(
     rows = zip(window.outputs.folds, leaves, weights, strict=True)
     with torch.set_grad_enabled(pure and torch.is_grad_enabled()):
         for index, (fold, value, weight) in enumerate(rows):
-            total, adds = sums[index], None if pure or fold is None else fold.adds
+            total, adds = sums[index], None if pure else getattr(fold, "adds", None)
             # Torch adds to the sum where both are dense, and the sum has as many bits.
             is_dense = adds and type(value) is type(total) is torch.Tensor
             wide = torch.promote_types(value.dtype, total.dtype) if is_dense else None
