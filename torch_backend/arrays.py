@@ -116,7 +116,7 @@ def scalar(weight: Scalar) -> Scalar:
     """A weight as a Python number where the host can see it without waiting for a device, else
     as it is.
     """
-    if is_dtensor(weight):
+    if type(weight) is not torch.Tensor and is_dtensor(weight):
         weight = weight.full_tensor()
     if type(weight) is _private.FAKE and weight.device.type == "cpu":  # in a plan
         return True if weight.dtype is torch.bool else next(_private.NUMBERS)

@@ -109,11 +109,12 @@ class Accumulation(NamedTuple):
     def packed(self, is_empty: bool = False) -> AccumulatorState:
         """The window as a state; `is_empty`: nothing is folded."""
         leaves = [Parts(leaf) if isinstance(leaf, tuple) else leaf for leaf in self.accumulators]
-        states, tree = self.outputs.backend.states, self.outputs.structure_of(leaves)
+        backend = self.outputs.backend
+        tree = backend.trees.unflatten(self.outputs.structure, leaves)
         whole = AccumulatorState(tree, self.tally, self.rejected, (), self.unit, self.like)
         if self.replicas is None:
             return whole
-        return states.as_part([whole], self.replicas, is_empty)  # type: ignore[no-any-return]
+        return backend.states.as_part([whole], self.replicas, is_empty)  # type: ignore[no-any-return]
 
     def add(
         self, leaves: Sequence[Array], weight: Scalar = 1, donate: bool = False
