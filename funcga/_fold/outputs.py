@@ -4,7 +4,7 @@ to return.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 from funcga._backend import Backend
@@ -213,7 +213,8 @@ def bind_outputs(
     folds: list[LeafFold | None] = [None] * len(leaves)
     shapes, dtypes = list[Any](folds), list[Any](folds)
     for leaf_index, (fold, _) in enumerate(leaf_values):
-        leaf, where = leaves[leaf_index], partial(leaf_path, value, leaf_index, backend, name)
+        leaf = leaves[leaf_index]
+        where = lambda leaf_index=leaf_index: leaf_paths(value, backend.trees, name)[leaf_index]
         if not backend.arrays.is_array(leaf):
             if leaf is None or leaf_index in carries:  # carried leaves may be any object
                 continue
@@ -265,11 +266,6 @@ def as_leaf(leaf: Any, where: Callable[[], str], backend: Backend) -> Array:
             f"{where()} of grad_fn is {backend.arrays.describe(leaf)}, which cannot be folded. "
             f"Return arrays or numbers; convert others with funcga.to_{backend.name}(...)."
         ) from error
-
-
-def leaf_path(value: Tree, leaf_index: int, backend: Backend, name: str = "output") -> str:
-    """Where a leaf of grad_fn's output, or of another tree of this name, is."""
-    return leaf_paths(value, backend.trees, name)[leaf_index]
 
 
 def _threads(
