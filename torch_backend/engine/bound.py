@@ -4,7 +4,7 @@ window where outputs may differ, as an aux may.
 `window` is the engine's Window, of which a plan, the gradient and what watches it are set here.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -74,13 +74,12 @@ def _new_folding(window: Any, loss: torch.Tensor, aux: Tree) -> Folding:
     return folding
 
 
-def with_gradients(program: Any, result: Tree, change: Callable[[Tree], Tree]) -> Tree:
-    """The result of a window, (value, gradients), with its gradients changed."""
+def with_gradients(program: Any, result: Tree, grads: Tree) -> Tree:
+    """The result of a window, (value, gradients), with other gradients."""
     if program.watch is None:
-        value, grads = result
-        return value, change(grads)
-    before, (value, grads) = result
-    return before, (value, change(grads))
+        return result[0], grads
+    before, (value, _) = result
+    return before, (value, grads)
 
 
 def is_unreached(

@@ -28,7 +28,6 @@ from torch_backend.reduce.agreement import Agreement, Histories, History, Rebuil
 from torch_backend.reduce.header import (
     Report,
     check_in_step,
-    digest_of,
     exchange_reports,
     nothing_to_fold,
 )
@@ -148,8 +147,7 @@ class Reduction:
                 numbers=[float(arrays.scalar(sums.of[leaf]) or 0) for leaf in agreement.numbers],
             )
         history = self.history
-        step = digest_of((history.step, [*history.options.items()]))
-        return Report(step, self.window, history.finished, float(self.updates), **said)
+        return Report(history.digest, self.window, history.finished, float(self.updates), **said)
 
     @contextmanager
     def _same_on_all(self) -> Iterator[None]:
@@ -190,7 +188,7 @@ class Reduction:
         """
         if self.history.running is not self:
             return
-        self._close()
+        self.history.running = None
         if self.unit:
             self._send_rest()
         else:
@@ -202,14 +200,12 @@ class Reduction:
         """Sends the rest of a window that was given up; if nothing was said yet, a header that says
         so.
         """
-        try:
+        # Where this raises an error the others have raised the same, and wait for nothing.
+        with suppress(FuncgaError, RuntimeError):
             if (self.unit or self.exchange is not None) and self.agree():
                 self._send()
             else:
                 exchange_reports(self.channel, self._report(failed=True))
-        except (FuncgaError, RuntimeError):
-            # The others have raised the same, and wait for nothing.
-            return
 
     def _send(self) -> None:
         """Begins all messages that are left, except those before which the replicas have to
@@ -331,10 +327,6 @@ def reductions_of(across: Any, memory: Memory) -> list[Reduction]:
 Begin = Callable[[], AbstractContextManager[object]]
 
 
-class _EndedError(Exception):
-    """Ends a window in which nothing was folded."""
-
-
 @contextmanager
 def telling(windows: Sequence[tuple[Memory, Begin]]) -> Iterator[None]:
     """A context of one call of a step, in which other replicas are told of an error.
@@ -352,7 +344,7 @@ def telling(windows: Sequence[tuple[Memory, Begin]]) -> Iterator[None]:
         for histories, begin in counted:
             if not histories.begun:
                 with suppress(Exception), begin():
-                    raise _EndedError from None
+                    raise RuntimeError from None  # ends a window in which nothing was folded
             for history in histories.values():
                 if history.running is not None:
                     history.running.abort()
