@@ -24,10 +24,10 @@ TRIED = "2.13 to 2.15"
 # --- Backward passes ------------------------------------------------------------------------------
 
 # `torch.autograd.backward` without its checks, which take 30 microseconds for 24 inputs.
-_ENGINE: Callable[..., object] = torch.autograd.graph._engine_run_backward
+ENGINE: Callable[..., object] = torch.autograd.graph._engine_run_backward
 # The same without a copy of the caller's context for the threads of devices: on the CPU a pass runs
 # in the thread that calls it.
-_ENGINE_ON_HOST: Callable[..., object] = torch.autograd.Variable._execution_engine.run_backward
+ENGINE_ON_HOST: Callable[..., object] = torch.autograd.Variable._execution_engine.run_backward
 
 
 def run_backward(
@@ -36,7 +36,7 @@ def run_backward(
     """`torch.autograd.backward(loss, cotangent, inputs=leaves)`, unrestricted if there are no
     leaves; `on_host` says that no device takes part in it.
     """
-    run = _ENGINE_ON_HOST if on_host else _ENGINE
+    run = ENGINE_ON_HOST if on_host else ENGINE
     how = {"allow_unreachable": True, "accumulate_grad": True}
     run((loss,), (cotangent,), False, False, leaves, **how)
 

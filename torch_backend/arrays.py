@@ -287,7 +287,7 @@ def represents_exactly(dtype: torch.dtype, number: float) -> bool:
 
 def in_own_memory(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The gradients; in the place of one whose memory has other owners, or other sizes, a copy."""
-    held = local_tensors(gradients)
+    held = gradients if {*map(type, gradients)} <= {torch.Tensor} else local_tensors(gradients)
     storages = [*map(torch.Tensor.untyped_storage, held)]
     # Two references to the memory are expected: that of the gradient, and the one in `storages`.
     # Memory that is not torch's own, such as a NumPy array's, cannot be resized. Its owner does not

@@ -307,9 +307,12 @@ class Window(ExitStack):
                 if not watch.on_host:
                     task = watch.task_of(loss)
             with task, others, self.outside():
-                fuses = self.plan.run is not None and self.may_fuse
-                run = self.plan.run if fuses else _private.run_backward
-                run(loss, cotangent, inputs, on_host)
+                if self.plan.run is not None and self.may_fuse:
+                    self.plan.run(loss, cotangent, inputs, on_host)
+                else:
+                    engine = _private.ENGINE_ON_HOST if on_host else _private.ENGINE
+                    how = {"allow_unreachable": True, "accumulate_grad": True}
+                    engine((loss,), (cotangent,), False, False, inputs, **how)
         except RuntimeError as error:
             if all(map(_REQUIRES_GRAD, leaves)):
                 raise
