@@ -19,7 +19,7 @@ from funcga._call import supported
 from funcga._types import Across
 from funcga.errors import FuncgaError
 from torch_backend import _private, arrays
-from torch_backend.replicas import Listener, Replicas, replicas_of
+from torch_backend.replicas import InTurn, Listener, Replicas, replicas_of
 
 LET_FUNCGA = (
     "or let funcga reduce: accumulate(funcga.value_and_grad(torch_backend.pure_loss(module, "
@@ -91,13 +91,13 @@ class Wrapper:
                 'sync="last", to synchronise once, or sync="every".'
             )
 
-    def replicas(self, across: Across) -> list[Replicas]:
+    def replicas(self, across: Across) -> InTurn:
         """What a window is merged over, one after the other, the inner group first. Raises
         FuncgaError if `across=` names anything else than what wraps the module.
         """
         if not self.wrapped:
-            return [] if across is None else [replicas_of(across)]
-        in_turn = [Replicas(group) for group in self.groups[0]]
+            return InTurn([] if across is None else [replicas_of(across)])
+        in_turn = InTurn([Replicas(group) for group in self.groups[0]])
         if across is not None:
             named = replicas_of(across).ranks
             # On a mesh of two dimensions a process sees its own row and its own column.

@@ -246,18 +246,20 @@ def _fold_of_ones(folds: Sequence[Fold]) -> Fold:
     """The fold of all leaves of a gradient, in the dtype of measures. Raises FuncgaError unless it
     is one sum, which only the weight or the number of micro-batches divides.
     """
-    plain = [fold.plain for fold in folds]
-    reducer, normalizer = plain[0].reducer, plain[0].normalizer
-    kinds = {(fold.reducer.lift, fold.reducer.monoid, fold.normalizer.apply) for fold in plain}
+    fold, *others = {
+        Fold(replace(plain.reducer, dtype=None), replace(plain.normalizer, dtype=None))
+        for plain in [fold.plain for fold in folds]
+    }
+    normalizer = fold.normalizer
     only_divides = normalizer.divides_by or normalizer.apply is normalizers.identity.apply
-    if len(kinds) > 1 or not (reducer.additive and only_divides):
+    if others or not (fold.reducer.additive and only_divides):
         names = listed(sorted({f"({fold.name})" for fold in folds}))
         raise FuncgaError(
             f"observe= was given, and the leaves of the gradient are folded by {names}: what is "
             "observed is how one mean of gradients comes about. Fold all of them alike, with "
             "funcga.mean(), per_weight() or sum()."
         )
-    return Fold(replace(reducer, dtype=None), replace(normalizer, dtype=None))
+    return fold
 
 
 def _locate(leaves: Sequence[Any], params: Tree, backend: Backend, numbered: Tree) -> Tree:
@@ -328,7 +330,8 @@ class ObservedFolding(Folding):
 
     def folded(self, leaves: list[Array], weight: Scalar) -> list[Array]:
         """The leaves that are folded of a micro-batch with these leaves of its gradients."""
-        return [*self.readings.leaves_for([*self.readings.folds, *leaves], weight), *leaves]
+        measures, _ = self.readings.measured(leaves, weight)
+        return [*measures, *leaves]
 
     def observing(self, run: Callable[..., tuple[Tree, Tree]]) -> Callable[..., tuple[Tree, Tree]]:
         """The function of an update, which also observes its window."""
