@@ -53,6 +53,10 @@ class SkippingSums(Sums):
         """The number of the next micro-batch, from 1 on."""
         return self.tried + 1
 
+    def add_loss(self, loss: torch.Tensor, index: int, weight: Scalar, share: float) -> None:
+        """`add` of the loss, which is tested as well."""
+        self.add({index: loss}, weight)
+
     def add(self, values: Mapping[int, Any], weight: Scalar) -> None:
         """Folds the leaves of one micro-batch in, or none of them."""
         outputs, self.tried = self.folding.outputs, self.tried + 1
