@@ -74,7 +74,7 @@ class _Summary:
 
     They are arguments of the function; or those of a `pure` loss, which the engine puts into its
     module; or a module's `own`, which a `wrapper` may reduce. The function then takes the module in
-    the place of its parameters. `replicas`: what is merged over, as `across=` names it, or None.
+    the place of its parameters. `replicas`: what is merged over.
     """
 
     def __init__(self, job: Coupled, backend: Backend, args: Args):
@@ -98,12 +98,10 @@ class _Summary:
         """Where the gradient of a loss comes from that is called as the function is. With has_aux
         it returns threaded state as well.
         """
-        job, loss_fn = self.job, wraps(self.function, updated=())(lambda *a, **k: loss(*a, **k))
-        gradient: Any = replace(job.gradient, loss_fn=loss_fn, has_aux=has_aux)
-        if self.own is not None:
-            gradient = replace(self.own, loss_fn=loss_fn, has_aux=has_aux)
-        elif self.pure is not None:
-            gradient = replace(gradient, loss_fn=replace(self.pure, loss_fn=loss_fn))
+        job, loss_fn = self.job, wraps(self.function, updated=())(loss)
+        if self.pure is not None:
+            loss_fn = replace(self.pure, loss_fn=loss_fn)
+        gradient: Any = replace(self.own or job.gradient, loss_fn=loss_fn, has_aux=has_aux)
         fold = ((SUM, job.program.fold), SUM) if has_aux else SUM
         second = replace(job.second, grad_fn=gradient, fold=fold, weight=lambda *_: 1)
         source = Source(second, self.backend)
