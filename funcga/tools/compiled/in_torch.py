@@ -32,7 +32,7 @@ from torch_backend.arrays import recording
 from torch_backend.engine import bound
 from torch_backend.engine.window import Window
 from torch_backend.modules import PureLoss
-from torch_backend.modules.visits import IN_USE, Visit
+from torch_backend.modules.visits import IN_USE
 from torch_backend.sums import Folding, Sums
 
 
@@ -159,12 +159,10 @@ def serves_step(program: Program, gradient: GradientFunction) -> bool:
     return not (gradient.has_aux or gradient.scaled or returns_state)
 
 
-_FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-
-
-def _is_plain(leaf: torch.Tensor | None) -> bool:
+def _is_plain(leaf: Any) -> bool:
     """Whether it is a dense tensor of floats."""
-    return type(leaf) is torch.Tensor and leaf.layout is torch.strided and leaf.dtype in _FLOATS
+    is_float = type(leaf) is torch.Tensor and leaf.is_floating_point()
+    return is_float and leaf.layout is torch.strided
 
 
 def serves_window(window: Window) -> bool:
@@ -184,16 +182,6 @@ def serves_window(window: Window) -> bool:
 
 
 # --- the window
-
-
-@contextmanager
-def _reserved(visits: Visit | None) -> Iterator[None]:
-    """A context in which no other thread visits the module, which keeps its own parameters."""
-    use = IN_USE.begin([] if visits is None else visits.parts.ids)
-    try:
-        yield
-    finally:
-        IN_USE.end(use)
 
 
 class CompiledWindow(Window):
@@ -257,9 +245,7 @@ class CompiledWindow(Window):
         self.buffers: dict[str, torch.Tensor] = {}
         if visits is not None:
             self.inside = visits.loss
-            with visits:  # the module and its parameters are checked
-                pass
-            with _reserved(visits):
+            with visits:  # which checks the module and its parameters
                 self.buffers = dict(self.inside.module.named_buffers())
         leaves = trees.flatten(self.params)[0]
         # Until the first loss shows its dtype, one of that of the parameters stands in.
@@ -312,13 +298,17 @@ class CompiledWindow(Window):
         # What is differentiated is passed apart.
         others = [None if index in self.params else arg for index, arg in enumerate(args)]
         called = self.params, self.inside, self.buffers, others, kwargs, factor
+        # No other thread visits the module meanwhile, which keeps its own parameters.
+        use = IN_USE.begin([] if self.visits is None else self.visits.parts.ids)
         try:
-            with _reserved(self.visits), torch.no_grad():
+            with torch.no_grad():
                 loss: torch.Tensor = self.step.run(totals, *called)
                 return loss
         except private_in_torch.refusals_to_compile():
             self.step.is_refused, self.totals = True, None
             return None
+        finally:
+            IN_USE.end(use)
 
     def _bind(self, loss: torch.Tensor, aux: Tree) -> Sums:
         if self.totals is None:
