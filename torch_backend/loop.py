@@ -247,7 +247,8 @@ class Source:
             make = self.compiled.window_of(program, gradient)
             if make is not None:
                 return make(program, gradient, backend, arguments, plan)
-        merges = reductions_of(program.across, program.memory)
+        across = program.across
+        merges = [] if across is None else reductions_of(across, program.memory)
         if gradient is not None and program.skip is None:
             window = program, gradient, backend, arguments, plan, own
             if self.is_distributed:

@@ -84,10 +84,6 @@ class Replicas:
         return dist.get_process_group_ranks(self.group)
 
 
-class InTurn(list[Replicas]):
-    """What a wrapper of a module merges over: its groups, one after the other."""
-
-
 def replicas_of(across: Any) -> Replicas:
     """The replicas that `across=` names; FuncgaError if it names none."""
     return across if isinstance(across, Replicas) else Replicas(across)

@@ -37,7 +37,8 @@ def _new_folding(window: Any, loss: torch.Tensor, aux: Tree) -> Folding:
     aux = trees.detached(aux, True)
     if program.watch is not None:
         readings = program.watch.readings(program, gradient.compose(loss, aux, grads), arguments)
-        gradient = window.gradient = window.watching = readings.of_gradient(gradient, loss)
+        observed = readings.tool.ObservedGradient(readings, gradient, loss)
+        gradient = window.gradient = window.watching = observed
         window.callback(gradient.end)
     outputs, leaves = program.bind(gradient.compose(loss, aux, grads), arguments)
     for index, tree in zip(indices, grads, strict=True):

@@ -32,7 +32,7 @@ from torch_backend.reduce.header import (
     nothing_to_fold,
 )
 from torch_backend.reduce.wire import Addition, gather
-from torch_backend.replicas import InTurn, Replicas, explained, replicas_of
+from torch_backend.replicas import Replicas, explained, replicas_of
 from torch_backend.sums import Sums, power_below
 
 
@@ -316,8 +316,8 @@ def reductions_of(across: Any, memory: Memory) -> list[Reduction]:
             "the transform on each replica, inside of grad_fn; or run the step under "
             "torch.no_grad(), if it is a constant there."
         )
-    # A wrapper of a module says itself what it is merged over.
-    several = across if isinstance(across, InTurn) else [replicas_of(across)]
+    # A list, of what is counted for a wrapped module: that of its wrapper.
+    several = across if isinstance(across, list) else [replicas_of(across)]
     return [Reduction(memory, replicas) for replicas in several]
 
 

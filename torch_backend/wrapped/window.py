@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from funcga._backend import Backend
 from funcga._call import Program
 from funcga._call.arguments import Arguments
-from funcga._types import Across, Array, Scalar, Tree
+from funcga._types import Array, Scalar, Tree
 from funcga.errors import FuncgaError
 from funcga.folds import mean
 from torch_backend import _private, arrays, trees
@@ -31,7 +31,7 @@ from torch_backend.engine.guards.grads import gradients_aside
 from torch_backend.engine.leaves import OWN
 from torch_backend.engine.window import Window
 from torch_backend.modules.layers import buffers_of, put_back
-from torch_backend.reduce import Reduction, reductions_of
+from torch_backend.reduce import Reduction
 from torch_backend.reduce.header import nothing_to_fold
 from torch_backend.replicas import explained
 from torch_backend.sums import Sums
@@ -70,13 +70,10 @@ class WrappedGradient(ModuleGradient):
         """One window of a program with this gradient function, as a Window is made of it."""
         return WrappedWindow(self, program, *others)
 
-    def merged_over(self, across: Across) -> Across:
-        """The wrapper's own replicas: its process groups, one after the other."""
-        return self.wrapper.replicas(across)
-
     def reductions(self, program: Program) -> list[Reduction]:
         """What merges a window over the replicas, one after the other."""
-        return reductions_of(self.merged_over(program.across), program.memory)
+        replicas = self.wrapper.replicas(program.across)
+        return [Reduction(program.memory, each) for each in replicas]
 
 
 class WrappedWindow(Window):

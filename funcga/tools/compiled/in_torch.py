@@ -32,7 +32,7 @@ from torch_backend.arrays import recording
 from torch_backend.engine import bound
 from torch_backend.engine.window import Window
 from torch_backend.modules import PureLoss
-from torch_backend.modules.visits import IN_USE
+from torch_backend.modules.visits import InUse
 from torch_backend.sums import Folding, Sums
 
 
@@ -298,17 +298,15 @@ class CompiledWindow(Window):
         # What is differentiated is passed apart.
         others = [None if index in self.params else arg for index, arg in enumerate(args)]
         called = self.params, self.inside, self.buffers, others, kwargs, factor
-        # No other thread visits the module meanwhile, which keeps its own parameters.
-        use = IN_USE.begin([] if self.visits is None else self.visits.parts.ids)
+        # The module keeps its own parameters, and no other thread visits it.
+        ids = [] if self.visits is None else self.visits.parts.ids
         try:
-            with torch.no_grad():
+            with InUse(ids), torch.no_grad():
                 loss: torch.Tensor = self.step.run(totals, *called)
                 return loss
         except private_in_torch.refusals_to_compile():
             self.step.is_refused, self.totals = True, None
             return None
-        finally:
-            IN_USE.end(use)
 
     def _bind(self, loss: torch.Tensor, aux: Tree) -> Sums:
         if self.totals is None:

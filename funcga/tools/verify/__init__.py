@@ -257,12 +257,7 @@ def verify(
     """
     job = job_of(grad_fn)
     options = {"fold": fold, "weight": weight, "in_axes": in_axes, "totals": totals}
-    if job is not None and options != {
-        "fold": mean(),
-        "weight": None,
-        "in_axes": None,
-        "totals": None,
-    }:
+    if job is not None and [*options.values()] != [mean(), None, None, None]:
         raise FuncgaError(
             "fold=, weight=, in_axes= and totals= are for a gradient function, and a step of "
             "`coupled` brings its own. Leave them out: funcga.verify(step, params, *batch)."

@@ -35,9 +35,8 @@ class Limit(NamedTuple):
 
     def scales(self, parts: Sequence[Leaves]) -> list[float]:
         """The scale of each leaf's differences, from its values for several parts of the batch."""
-        sizes = [max(map(_largest, leaves)) for leaves in zip(*parts, strict=True)]
-        arrays = [size for size, leaf in zip(sizes, parts[0], strict=True) if leaf.ndim]
-        top = max(arrays or sizes, default=0.0)
+        top = max(map(largest, parts))
+        sizes = [largest(leaves) for leaves in zip(*parts, strict=True)]
         return [size + self.share * top + self.floor / self.relative for size in sizes]
 
     def differences(self, left: Leaves, right: Leaves) -> list[float]:
@@ -72,13 +71,11 @@ def relative(left: Array, right: Array, scale: float) -> float:
     return float("inf") if np.isnan(apart) else float(apart) / scale
 
 
-def _largest(leaf: Array) -> float:
-    return float(np.abs(leaf[np.isfinite(leaf)]).max(initial=0.0))
-
-
-def largest(leaves: Leaves) -> float:
-    """The largest element of all arrays, or of all scalars where there are none."""
-    return max(map(_largest, [leaf for leaf in leaves if leaf.ndim] or leaves), default=0.0)
+def largest(leaves: Sequence[Array]) -> float:
+    """The largest finite element of all arrays, or of all scalars where there are none."""
+    arrays = [leaf for leaf in leaves if leaf.ndim] or leaves
+    sizes = [np.abs(leaf[np.isfinite(leaf)]).max(initial=0.0) for leaf in arrays]
+    return float(max(sizes, default=0.0))
 
 
 # --- the table
@@ -125,7 +122,7 @@ class Splits(NamedTuple):
     @property
     def are_exact(self) -> bool:
         """Whether every split gives the result of the whole batch."""
-        return not self.failed and not any(row.error for row in self.rows)
+        return all(row.ok for row in self.rows)
 
     @property
     def worst(self) -> float:
@@ -214,6 +211,12 @@ class Case:
         return self.order[: -self.group], self.order[-self.group :]
 
     @property
+    def evaluated(self) -> list[Leaves]:
+        """The leaves for the whole batch and for the two parts, unless the loss refuses them."""
+        each = map(self.probe.try_values, (self.probe.all_rows, *self.parts))
+        return [leaves for leaves in each if leaves is not None]
+
+    @property
     def pairs(self) -> list[tuple[Rows, Rows]]:
         """Two groups of rows each: few at first, then all."""
         size = self.group
@@ -279,12 +282,10 @@ class Case:
     @cached_property
     def _scales(self) -> list[float]:
         """The scale of each leaf's differences after the fold."""
-        probe = self.probe
-        some = [values for part in self.parts if (values := probe.try_values(part)) is not None]
+        probe, scales = self.probe, list[float]()
         # per_weight() divides a sum, so that its result is smaller than what was added up.
         total = max(probe.weigh(probe.all_rows), 1e-300)
-        scales = []
-        for fold, scale in zip(probe.folds, self.limit.scales([probe.whole, *some]), strict=True):
+        for fold, scale in zip(probe.folds, self.limit.scales(self.evaluated), strict=True):
             is_sum = fold.reducer.additive and not fold.reducer.linear
             is_divided = is_sum and fold.normalizer.divides_by == "weight"
             scales.append(scale / total if is_divided else scale)

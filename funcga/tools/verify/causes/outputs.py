@@ -21,9 +21,7 @@ def small_gradients(case: Case) -> Iterator[Answer]:
     large.
     """
     probe, limit = case.probe, case.limit
-    parts = (probe.all_rows, *case.parts)
-    evaluated = [values for rows in parts if (values := probe.try_values(rows)) is not None]
-    top = max(map(largest, evaluated))
+    top = max(map(largest, case.evaluated))
     # The usual case: gradients stand out from the floor.
     if not 0 < top < limit.floor / limit.relative:
         return
