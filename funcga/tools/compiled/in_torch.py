@@ -159,12 +159,10 @@ def serves_step(program: Program, gradient: GradientFunction) -> bool:
     return not (gradient.has_aux or gradient.scaled or returns_state)
 
 
-_FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-
-
-def _is_plain(leaf: torch.Tensor | None) -> bool:
+def _is_plain(leaf: Any) -> bool:
     """Whether it is a dense tensor of floats."""
-    return type(leaf) is torch.Tensor and leaf.layout is torch.strided and leaf.dtype in _FLOATS
+    is_float = type(leaf) is torch.Tensor and leaf.is_floating_point()
+    return is_float and leaf.layout is torch.strided
 
 
 def serves_window(window: Window) -> bool:
@@ -242,10 +240,8 @@ class CompiledWindow(Window):
         self.buffers: dict[str, torch.Tensor] = {}
         if visits is not None:
             self.inside = visits.loss
-            with visits:  # the module and its parameters are checked
-                pass
-            with InUse(visits.parts.ids):  # no other thread visits the module
-                self.buffers = dict(visits.loss.module.named_buffers())
+            with visits:  # which checks the module and its parameters
+                self.buffers = dict(self.inside.module.named_buffers())
         leaves = trees.flatten(self.params)[0]
         # Until the first loss shows its dtype, one of that of the parameters stands in.
         folding = self.plan.folding or bound.folding_of(self, leaves[0].new_zeros(()), None)

@@ -30,7 +30,7 @@ from torch_backend.engine.leaves import any_requires_grad
 from torch_backend.engine.plan import Plans, call_key
 from torch_backend.loop import Source, begin, cut, run_window, untraced, weights_of
 from torch_backend.modules import PureLoss
-from torch_backend.reduce import reductions_of
+from torch_backend.reduce import Reduction
 from torch_backend.sums import Sums
 from torch_backend.wrapped.ddp import Wrapper
 from torch_backend.wrapped.gradient import ModuleGradient
@@ -57,7 +57,7 @@ def coupled(job: Coupled, backend: Backend) -> Callable[..., Tree]:
             kwargs = begin(job.program, backend, args, kwargs)
         program, summary = job.program, _Summary(job, backend, args)
         Source(program, backend)  # refuses what it cannot be
-        is_merged = summary.replicas is not None
+        is_merged = bool(summary.replicas)
         with torch.inference_mode(False), torch.no_grad():
             arguments, cuts, devices = cut(program, backend, args, is_merged)
             # A weight may be 0, where NaN has to be kept out.
@@ -74,7 +74,7 @@ class _Summary:
 
     They are arguments of the function; or those of a `pure` loss, which the engine puts into its
     module; or a module's `own`, which a `wrapper` may reduce. The function then takes the module in
-    the place of its parameters. `replicas`: what is merged over.
+    the place of its parameters. `replicas`: what is merged over, one group after the other.
     """
 
     def __init__(self, job: Coupled, backend: Backend, args: Args):
@@ -188,7 +188,7 @@ class _FirstPass(Called):
         if own is not None:
             program = replace(program, grad_fn=partial(own.loss_fn, own.module))
             tensors += own.parameters()
-        merges = reductions_of(summary.replicas, program.memory)
+        merges = [Reduction(program.memory, replicas) for replicas in summary.replicas]
         super().__init__(program, program.grad_fn, arguments, merges=merges)
         self.devices, self.snapshot = devices_of(tensors), summary.owner.snapshot
         # Whether all replicas run the module equally often, because each run communicates. Others
