@@ -4,6 +4,7 @@ import functools
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
 from funcga._call import OwningGradient, Program, owner_of, read_program, read_sizes
@@ -203,7 +204,8 @@ def compose(
     used = [feature for feature, is_used in features.items() if is_used]
     check_supported(used, ANY if owner is None else owner.kind)
     if (drop, drop_if) != (None, None):
-        program = load("dropping", "drop=").dropping(program, drop, drop_if)
+        skip = load("dropping", "drop=").dropping(drop, drop_if, program.memory, program.grad_fn)
+        program = replace(program, skip=skip)
     if observe is not None:
         program = load("observe", "observe=").observed(program, observe)
     if totals is not None:

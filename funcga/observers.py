@@ -295,8 +295,9 @@ def averaged(noise: Tree, state: Tree, decay: float) -> tuple[Tree, Tree]:
             f"decay is {decay!r}: it must be a number from 0 to below 1, such as decay=0.99."
         )
     if isinstance(noise, dict):
-        pairs = {name: averaged(noise[name], state and state[name], decay) for name in noise}
-        averages, states = ({name: pair[k] for name, pair in pairs.items()} for k in (0, 1))
+        averages, states = dict[str, Tree](), dict[str, Tree]()
+        for name, of_group in noise.items():
+            averages[name], states[name] = averaged(of_group, state and state[name], decay)
         return averages, states
     xp: Any = backend_of([noise], lambda: ["noise"]).arrays.xp
     variances = noise.trace_error**2, noise.norm_squared_error**2

@@ -65,8 +65,8 @@ def batch_moments(statistics: Tree, count: Scalar) -> Tree:
         dtype = arrays.accumulator_dtype(mean.dtype)
         mean, variance = arrays.cast(mean, dtype), arrays.cast(variance, dtype)
         # The count is as large as the mean, so that one array holds all three.
-        amount = arrays.cast(count, dtype) if arrays.is_array(count) else float(count)
-        return arrays.xp.stack((arrays.xp.zeros_like(mean) + amount, mean, variance))
+        amount = arrays.xp.zeros_like(mean) + arrays.cast(count, dtype)
+        return arrays.xp.stack((amount, mean, variance))
 
     return _each_layer(stacked, "statistics", statistics, None)
 

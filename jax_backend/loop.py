@@ -233,12 +233,11 @@ class Into(NamedTuple):
 
 class Weighed(NamedTuple):
     """A micro-batch weighed: where each reduced leaf is added, by leaf index, and the tally of the
-    window after it. `keep`: whether it is folded, if it may be left out.
+    window after it.
     """
 
     into: dict[int, Into]
     total: Tally
-    keep: jax.Array | None
 
 
 Leaves: TypeAlias = tuple[list[Tree], Weighed, dict[int, jax.Array]]
@@ -255,7 +254,7 @@ class Step:
     """
 
     outputs: Outputs
-    run: Callable[..., tuple[Any, ...]]
+    run: Callable[..., tuple[Tree, Tally | None]]
     in_scans: Callable[..., Leaves | None] | None
     readings: Any
     skip: Any
@@ -268,14 +267,15 @@ class Step:
         if self.in_scans is not None:
             found = self.in_scans(weigh, start, before.state)
         if found is None:
-            value, *weight = self.run(start, before.state)
-            found = outputs.leaves(value, "a later micro-batch"), weigh(*weight), {}
+            value, own = self.run(start, before.state)
+            found = outputs.leaves(value, "a later micro-batch"), weigh(own), {}
         leaves, weighed, in_place = found
         if self.readings is not None:
             # The weight of a mean is in its unit, but of that only whether it is 0 counts.
             leaves[: outputs.before] = self.readings.leaves_for(
                 leaves, weighed.into[0].weight, in_place
             )
+        values = [*leaves]
         for leaf_index, addend in weighed.into.items():
             if leaf_index not in in_place:
                 leaves[leaf_index] = addend.combine(addend.accumulator, leaves[leaf_index])
@@ -287,12 +287,13 @@ class Step:
         collected = [leaves[leaf_index] for leaf_index in outputs.collected]
         if self.skip is None:
             return after, collected
-        result: tuple[Folded, list[jax.Array]] = self.skip.selected(
-            weighed.keep, before, after, collected
+        assert own is not None
+        result: tuple[Folded, list[jax.Array]] = self.skip.in_jax.kept(
+            self.skip, outputs, values, own.total, before, after, collected
         )
         return result
 
-    def _weigh(self, before: Folded, own: Tally | None, keep: jax.Array | None = None) -> Weighed:
+    def _weigh(self, before: Folded, own: Tally | None) -> Weighed:
         outputs, total, factor = self.outputs, before.total, None
         if own is None:
             folds = outputs.reduced.values()
@@ -308,7 +309,7 @@ class Step:
             leaf_index: Into(accumulator, fold, weight, factor if fold.is_mean else None)
             for (leaf_index, fold), accumulator, weight in triples
         }
-        return Weighed(into, total, keep)
+        return Weighed(into, total)
 
 
 def _step(
@@ -323,16 +324,15 @@ def _step(
     readings = None
     if program.watch is not None:
         readings = program.watch.readings(program, traced.types[0][1], arguments)
-    run: Callable[..., tuple[Any, ...]] = traced.run
     in_scans = None
-    skip = None if program.skip is None else program.skip.in_jax
-    if skip is not None:  # all leaves are tested before one is folded
-        run = skip.tested(run, outputs, program.skip)
-    elif {"scan", "jit"} & {each.primitive.name for each in traced.program.jaxpr.eqns}:
+    # What may be left out is tested as a whole before any of it is folded.
+    if program.skip is None and {"scan", "jit"} & {
+        each.primitive.name for each in traced.program.jaxpr.eqns
+    }:
         with suppress(ImportError):  # the tool may be missing, or names of JAX that it needs
             tool = import_module("funcga.tools.scan_layers.in_jax")
             in_scans = tool.folding(outputs, traced, readings)
-    return Step(outputs, run, in_scans, readings, skip, rows, unit)
+    return Step(outputs, traced.run, in_scans, readings, program.skip, rows, unit)
 
 
 # -- the beginning and the end of a window
@@ -393,7 +393,7 @@ def _finished(program: Program, outputs: Outputs, folded: Folded, kwargs: Kwargs
     normalised = [fold.normalize(leaf, tally) for fold, leaf, tally in triples]
     parts = normalised, folded.collected, folded.state
     if program.skip is not None:
-        parts = program.skip.in_jax.unless_rejected(folded, *parts)
+        parts = program.skip.in_jax.unless_rejected(outputs, folded, *parts)
     result = outputs.join(*parts)
     if program.epilogues:
         result = program.finish(outputs.backend, result, kwargs)

@@ -29,8 +29,8 @@ class Folded(NamedTuple):
     """What has been folded, before it is normalised: the carry of a loop, and what replicas merge.
 
     The loop carries neither `collected` nor the `unit` of weights in means. A tool that may leave
-    a whole window out counts what it `rejected`, and keeps the state from before the first
-    micro-batch.
+    a whole window out counts what it `rejected`, in a float, as that is sent with the weights, and
+    keeps the state from before the first micro-batch.
     """
 
     reduced: list[Tree]
@@ -60,9 +60,7 @@ def merge(outputs: Outputs, folded: Folded, replicas: Replicas) -> Folded:
     # Replicas have the rows of a batch in order, so its final state is that of the last replica.
     state = _each(collectives.last, folded.state)
     collected = _each(collectives.gather, folded.collected)
-    rejected = None
-    if folded.rejected is not None:  # a count, sent as a float, with the weights
-        rejected = collectives.sum(folded.rejected.astype(folded.total.weight[0].dtype))
+    rejected = _each(collectives.sum, folded.rejected)
     state_before = _each(collectives.last, folded.state_before)
     collectives.run()
     rows = [
@@ -74,7 +72,7 @@ def merge(outputs: Outputs, folded: Folded, replicas: Replicas) -> Folded:
         total=total(),
         state=state(),
         collected=rows,
-        rejected=None if rejected is None else rejected().astype(jnp.int32),
+        rejected=rejected(),
         state_before=state_before(),
     )
 

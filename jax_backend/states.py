@@ -107,11 +107,12 @@ def merged(window: Accumulation, memory: Memory, updates: Array, donate: bool) -
     """
     outputs, accumulators = window.outputs, dict(enumerate(window.accumulators))
     reduced = [accumulators[leaf_index] for leaf_index in outputs.reduced]
-    folded = merging.Folded(reduced, window.tally, [], [], window.unit, window.rejected)
+    rejected = window.rejected.astype(window.tally.weight[0].dtype)
+    folded = merging.Folded(reduced, window.tally, [], [], window.unit, rejected)
     folded = merging.merge(outputs, folded, window.replicas)
     accumulators.update(zip(outputs.reduced, folded.reduced, strict=True))  # None stays
-    sums = [*accumulators.values()]
-    return Accumulation(outputs, sums, folded.total, folded.unit, folded.rejected)
+    sums, rejected = [*accumulators.values()], jnp.asarray(folded.rejected, jnp.int32)
+    return Accumulation(outputs, sums, folded.total, folded.unit, rejected)
 
 
 def own_parts(

@@ -90,7 +90,7 @@ def _kind(leaf: object) -> object:
     return (type(leaf), repr(leaf)) if isinstance(leaf, float | complex) else type(leaf)
 
 
-_ARRAYS = (jax.Array, np.ndarray, np.generic)
+_ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 
 
 def split(tree: Tree) -> tuple[Static, list[Array]]:

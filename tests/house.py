@@ -35,7 +35,7 @@ TOOLS = {
     "same replicas": (("funcga/tools/check_replicas/",), ()),
     "coupled": (("funcga/tools/coupled/",), ("example keys",)),
     "observe": (("funcga/tools/observe/", "funcga/observers.py"), ("finite numbers",)),
-    "dropping": (("funcga/tools/dropping/",), ("finite numbers", "example keys")),
+    "dropping": (("funcga/tools/dropping/",), ("finite numbers",)),
     "totals": (("funcga/tools/totals/",), ()),
     "reproducible": (("funcga/tools/reproducible/",), ()),
     "windows by weight": (("funcga/tools/window_size/",), ()),

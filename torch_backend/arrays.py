@@ -14,11 +14,7 @@ from funcga._fold import Tally
 from funcga._types import Dtype, Scalar
 from funcga.errors import FuncgaError
 from torch_backend import _private
-from torch_backend.dtensor import (
-    as_dtensor,
-    is_dtensor,
-    local_tensors,
-)
+from torch_backend.dtensor import as_dtensor, is_dtensor, local_tensors
 
 xp = torch
 
@@ -97,6 +93,7 @@ def _is_number_of_host(array: torch.Tensor) -> bool:
 def cast(array: Scalar, dtype: torch.dtype, beside: torch.Tensor | None = None) -> torch.Tensor:
     """The array, or number, in a dtype, and on the device of the one beside it."""
     if not isinstance(array, torch.Tensor):
+        # `full` takes half the time of `tensor`, which can read any sequence.
         return torch.full((), array, dtype=dtype, device="cpu")
     if beside is None or _is_number_of_host(array) or _is_number_of_host(beside):
         return array.to(dtype)
@@ -140,9 +137,7 @@ def tally(weight: Scalar, steps: int = 1) -> Tally:
 def addends(weight: Scalar, wide: bool) -> tuple[torch.Tensor, ...]:
     """A weight as arrays that it is the sum of: one float64 if `wide`, else two of float32."""
     if not isinstance(weight, torch.Tensor):
-        kind = torch.int64 if isinstance(weight, int) else torch.float64
-        # `full` takes half the time of `tensor`, which can read any sequence.
-        weight = torch.full((), weight, dtype=kind, device="cpu")
+        weight = cast(weight, torch.int64 if isinstance(weight, int) else torch.float64)
     if wide:
         return (weight.to(torch.float64),)
     high = weight.to(torch.float32)
@@ -210,8 +205,7 @@ def divide(sums: list[torch.Tensor], total: float) -> None:
     """Divides in place, each in its shard; zeros if nothing was folded."""
     if total == 1:
         return
-    if {*map(type, sums)} != {torch.Tensor}:
-        sums = local_tensors(sums)
+    sums = local_tensors(sums)
     if not total:
         torch._foreach_zero_(sums)
         return
@@ -263,10 +257,9 @@ def without_overlap(tensors: Sequence[torch.Tensor | None]) -> list[Any]:
     None stays None.
     """
     separate: list[Any] = [*tensors]
-    present = [index for index, tensor in enumerate(separate) if tensor is not None]
     extents = []
-    for index, shard in zip(present, local_tensors([separate[i] for i in present]), strict=True):
-        if shard.layout is not torch.strided or not shard.numel():
+    for index, shard in enumerate(local_tensors(separate)):
+        if shard is None or shard.layout is not torch.strided or not shard.numel():
             continue
         start, nbytes = shard.data_ptr(), shard.nbytes
         end = start + nbytes

@@ -3,8 +3,7 @@ added.
 """
 
 import operator
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -42,9 +41,7 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
         >>> torch_backend.apply_updates(params, {"w": torch.full((2,), -0.5)})
         {'w': tensor([0.5000, 0.5000])}
     """
-    # Inside of a loss that is differentiated, the sum is a part of it.
-    with nullcontext() if arrays.in_transform() else torch.no_grad():
-        return summed(params, updates)
+    return summed(params, updates)
 
 
 PLAIN, _DTYPE = {torch.Tensor, nn.Parameter}, operator.attrgetter("dtype")
@@ -64,19 +61,21 @@ def summed(params: Tree, updates: Tree, in_place: bool = False) -> Tree:
                 "tx.update(grads, state, params), of these params."
             )
     is_plain = {*map(type, leaves), *map(type, additions)} <= PLAIN
-    if leaves and is_plain and [*map(_DTYPE, leaves)] == [*map(_DTYPE, additions)]:
-        # One launch, where there are any.
-        if in_place:
-            torch._foreach_add_(leaves, additions)
-        else:
-            leaves = [*torch._foreach_add(leaves, additions)]
-        return trees.unflatten(structure, leaves)
-    for index, (leaf, update) in enumerate(pairs):
-        if update is not None:
-            more = without_partials(update, leaf)
-            leaves[index] = leaf.add_(more) if in_place else (leaf + more).to(leaf.dtype)
-        elif leaf is not None and not in_place:
-            leaves[index] = leaf.clone()
+    # Inside of a loss that is differentiated, the sum is a part of it.
+    with torch.set_grad_enabled(arrays.in_transform() and torch.is_grad_enabled()):
+        if leaves and is_plain and [*map(_DTYPE, leaves)] == [*map(_DTYPE, additions)]:
+            # One launch, where there are any.
+            if in_place:
+                torch._foreach_add_(leaves, additions)
+            else:
+                leaves = [*torch._foreach_add(leaves, additions)]
+            return trees.unflatten(structure, leaves)
+        for index, (leaf, update) in enumerate(pairs):
+            if update is not None:
+                more = without_partials(update, leaf)
+                leaves[index] = leaf.add_(more) if in_place else (leaf + more).to(leaf.dtype)
+            elif leaf is not None and not in_place:
+                leaves[index] = leaf.clone()
     return trees.unflatten(structure, leaves)
 
 
@@ -116,6 +115,10 @@ def assign_grads(params: Tree, grads: Tree) -> None:
         if isinstance(grads, Mapping):  # frozen parameters need no gradient
             frozen = [name for name, parameter in params.items() if not parameter.requires_grad]
             grads = {**dict.fromkeys(frozen), **grads}
+    if isinstance(params, Iterator):
+        params = list(params)
+    if isinstance(params, list) and isinstance(grads, tuple):  # as torch.autograd.grad returns them
+        grads = list(grads)
     parameters, gradients = trees.flatten(params)[0], matched(grads, params, "grads")
     pairs = [*zip(parameters, gradients, strict=True)]
     # All is checked before the first gradient is set.

@@ -12,15 +12,6 @@ from funcga._types import Tree
 from torch_backend import trees
 
 
-def _stream(device: torch.device) -> torch.Stream | None:
-    """A new stream of the device; None if that is the host, or has only one stream, as Apple's
-    does.
-    """
-    if device.type in ("cpu", "meta") or not hasattr(torch.get_device_module(device), "Stream"):
-        return None
-    return torch.Stream(device)
-
-
 def moved(items: Iterator[tuple[Tree, ...]], device: Any) -> Iterator[tuple[Tree, ...]]:
     """The items of a stream with their arrays on a device, each copied while the one before it is
     computed with.
@@ -29,33 +20,27 @@ def moved(items: Iterator[tuple[Tree, ...]], device: Any) -> Iterator[tuple[Tree
     From pinned memory the host does not wait for the copy either.
     """
     device = torch.device(device)
-    copies = _stream(device)
+    # The host has no streams to copy in, and some devices, such as Apple's, have one alone.
+    is_host = device.type in ("cpu", "meta")
+    has_streams = not is_host and hasattr(torch.get_device_module(device), "Stream")
+    copies = torch.Stream(device) if has_streams else None
 
-    def begin() -> tuple[Tree, ...] | None:
-        item = next(items, None)
-        if item is None:
-            return None
+    def put(item: tuple[Tree, ...]) -> tuple[Tree, ...]:
         leaves, structure = trees.flatten(item)
         with copies or nullcontext():
             leaves = [
                 leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf
                 for leaf in leaves
             ]
-        moved: tuple[Tree, ...] = trees.unflatten(structure, leaves)
-        return moved
-
-    item = begin()
-    while item is not None:
         if copies is not None:
             computing = torch.accelerator.current_stream(device)
             computing.wait_stream(copies)
             # The memory was allocated on the copying stream. The allocator must not reuse it while
             # the computing one still reads it.
-            for leaf in trees.flatten(item)[0]:
+            for leaf in leaves:
                 if isinstance(leaf, torch.Tensor):
                     leaf.record_stream(computing)
-        # No reference stays in this frame, so the consumer alone decides how long the item lives.
-        holder = [item]
-        del item
-        yield holder.pop()
-        item = begin()
+        placed: tuple[Tree, ...] = trees.unflatten(structure, leaves)
+        return placed
+
+    return map(put, items)  # a generator's frame would keep a reference to its last item

@@ -71,16 +71,17 @@ class Replicas:
     @property
     def channel(self) -> "Channel":
         """What the replicas exchange messages over."""
-        return channel_of(self.group)
+        planned = PLANNED.get()
+        if planned is not None:
+            return planned(self.group)
+        if self.group not in _CHANNELS:
+            _CHANNELS[self.group] = Channel(self.group)
+        return _CHANNELS[self.group]
 
     @property
     def ranks(self) -> list[int]:
         """The global ranks of the replicas, in their order."""
         return dist.get_process_group_ranks(self.group)
-
-
-class InTurn(list[Replicas]):
-    """What a wrapper of a module merges over: its groups, one after the other."""
 
 
 def replicas_of(across: Any) -> Replicas:
@@ -189,16 +190,6 @@ atexit.register(_OWED.clear)
 PLANNED: ContextVar[Callable[[dist.ProcessGroup], Channel] | None] = ContextVar(
     "PLANNED", default=None
 )
-
-
-def channel_of(group: dist.ProcessGroup) -> Channel:
-    """The channel of a process group."""
-    planned = PLANNED.get()
-    if planned is not None:
-        return planned(group)
-    if group not in _CHANNELS:
-        _CHANNELS[group] = Channel(group)
-    return _CHANNELS[group]
 
 
 COULD_NOT_MERGE = (

@@ -36,17 +36,16 @@ def add(
 
     Those that are equally weighted are added in one kernel.
     """
-    rows = zip(window.outputs.folds, leaves, weights, strict=True)
-    if arrays.in_transform():  # nothing is written to, and all stays in its graph
-        return [_combined(window, index, *row[1:]) for index, row in enumerate(rows)]
+    pure = arrays.in_transform()  # nothing is written to, and all stays in its graph
     steps = arrays.scalar(window.tally.steps)
     is_first = isinstance(steps, int) and steps == 1
     # Sums, and those that torch adds to, by the factor of what is added.
     sums = [*window.accumulators]
     groups: dict[Scalar, list[int]] = defaultdict(list)
-    with torch.no_grad():
+    rows = zip(window.outputs.folds, leaves, weights, strict=True)
+    with torch.set_grad_enabled(pure and torch.is_grad_enabled()):
         for index, (fold, value, weight) in enumerate(rows):
-            total, adds = sums[index], getattr(fold, "adds", None)
+            total, adds = sums[index], None if pure or fold is None else fold.adds
             # Torch adds to the sum where both are dense, and the sum has as many bits.
             is_dense = adds and type(value) is type(total) is torch.Tensor
             wide = torch.promote_types(value.dtype, total.dtype) if is_dense else None

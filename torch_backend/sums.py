@@ -5,7 +5,7 @@ Only torch has this file: XLA updates the carry of a loop in place by itself.
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from types import NoneType
@@ -49,13 +49,13 @@ class Folding:
     @cached_property
     def kinds(self) -> list[str | None]:
         """How torch adds values to each leaf's sum: "weighted", "plain", None if it does not."""
-        outputs = self.outputs
-        return [
-            None
-            if self.pure or index not in outputs.reduced
-            else _kind(outputs.folds[index], dtype)
-            for index, dtype in enumerate(outputs.dtypes)
-        ]
+        kinds: list[str | None] = [None] * len(self.outputs.folds)
+        for index, fold in () if self.pure else self.folds.items():
+            dtype, wide = self.outputs.dtypes[index], fold.accumulator_dtype
+            is_half = dtype in (torch.bfloat16, torch.float16) and wide.is_floating_point
+            if dtype == wide or is_half:
+                kinds[index] = fold.adds
+        return kinds
 
     @cached_property
     def loss_alone(self) -> int | None:
@@ -78,12 +78,9 @@ class Folding:
     @cached_property
     def wide(self) -> list[tuple[int, torch.dtype]]:
         """Where among the gradients sums stand that are wider than their leaves, and the dtypes."""
-        dtypes = [
-            (self.folds[index].accumulator_dtype, self.outputs.dtypes[index])
-            for index in self.grads
-            if index in self.folds
-        ]
-        return [(at, dtype) for at, (dtype, own) in enumerate(dtypes) if dtype != own]
+        wide = [self.folds[index].accumulator_dtype for index in self.grads]
+        own = [self.outputs.dtypes[index] for index in self.grads]
+        return [(at, dtype) for at, dtype in enumerate(wide) if dtype != own[at]]
 
     @cached_property
     def lends(self) -> bool:
@@ -94,11 +91,10 @@ class Folding:
     def quotients(self) -> list[tuple[list[int], str, bool]]:
         """Sums that one number divides: (their indices, "weight" or "steps", if in the unit)."""
         groups: dict[tuple[str, bool], list[int]] = {}
-        for index, kind in enumerate(self.kinds):
-            fold = self.outputs.folds[index]
-            if kind is not None and fold is not None and fold.fold.normalizer.divides_by:
-                key = fold.fold.normalizer.divides_by, kind == "weighted"
-                groups.setdefault(key, []).append(index)
+        for index, fold in self.folds.items():
+            kind, by = self.kinds[index], fold.fold.normalizer.divides_by
+            if kind and by:
+                groups.setdefault((by, kind == "weighted"), []).append(index)
         return [(indices, *key) for key, indices in groups.items()]
 
     @cached_property
@@ -115,13 +111,6 @@ class Folding:
             for index, fold in self.folds.items()
             if index not in self.normalized and fold.accumulator_dtype != fold.result_dtype
         ]
-
-
-def _kind(fold: LeafFold | None, dtype: torch.dtype) -> str | None:
-    if fold is None:
-        return None
-    is_half = dtype in (torch.bfloat16, torch.float16) and fold.accumulator_dtype.is_floating_point
-    return fold.adds if dtype == fold.accumulator_dtype or is_half else None
 
 
 @dataclass(eq=False)
@@ -214,37 +203,29 @@ class Sums:
 
     def add_reduced(self, values: Mapping[int, Any], weight: Scalar) -> None:
         """Folds the reduced ones of these leaves in, all that are added alike in one kernel."""
-        share, kinds = self.share(weight), self.folding.kinds
-        groups: dict[str, list[int]] = {"weighted": [], "plain": []}
+        groups: dict[Any, dict[int, torch.Tensor]] = {None: {}, "weighted": {}, "plain": {}}
         for index, value in values.items():
-            kind = kinds[index]
-            if kind is not None:
-                groups[kind].append(index)
-            elif index in self.folding.folds:
-                self._combine(index, arrays.strided(value), weight)
-        for kind, indices in groups.items():
-            factor = 1 if kind == "plain" else share
-            if indices:
-                assert (
-                    factor is not None
-                )  # a weight that is a tensor is that of a transform: no sums
-                dense = [arrays.strided(values[index]) for index in indices]
-                self._add_scaled(indices, dense, factor)
+            if index in self.folding.folds:
+                groups[self.folding.kinds[index]][index] = arrays.strided(value)
+        for index, value in groups[None].items():
+            self._combine(index, value, weight)
+        # A weight that is a tensor is that of a transform, which has no sums here.
+        self._add_scaled(groups["weighted"], self.share(weight))
+        self._add_scaled(groups["plain"], 1)
 
-    def _add_scaled(self, indices: list[int], values: list[torch.Tensor], factor: float) -> None:
+    def _add_scaled(self, values: dict[int, torch.Tensor], factor: Any) -> None:
         """Adds factor * value to each sum; a factor of 0 adds nothing, not even a NaN."""
         of, folds = self.of, self.folding.folds
-        pairs = [*zip(indices, values, strict=True)]
-        begun = [pair for pair in pairs if of[pair[0]] is not None]
+        begun = [index for index in values if of[index] is not None]
+        new = [index for index in values if of[index] is None]
         if begun and factor:
             # Each in its shard: Partial sums of DTensors are added without a collective.
-            more = local_tensors([redistributed(value, of[index]) for index, value in begun])
-            torch._foreach_add_(local_tensors([of[i] for i, _ in begun]), more, alpha=factor)
-        new = [pair for pair in pairs if of[pair[0]] is None]
-        for index, value in new:
-            first = local(value).to(folds[index].accumulator_dtype, copy=True)
-            of[index] = as_dtensor(first, value)
-        firsts = local_tensors([of[index] for index, _ in new])
+            more = local_tensors([redistributed(values[index], of[index]) for index in begun])
+            torch._foreach_add_(local_tensors([of[index] for index in begun]), more, alpha=factor)
+        for index in new:
+            first = local(values[index]).to(folds[index].accumulator_dtype, copy=True)
+            of[index] = as_dtensor(first, values[index])
+        firsts = local_tensors([of[index] for index in new])
         if new and not factor:
             torch._foreach_zero_(firsts)
         elif new and factor != 1:
@@ -267,8 +248,10 @@ class Sums:
             if type(value) is not torch.Tensor:
                 self.of[index] = without_partials(value, likes.get(index))
 
-    def result(self) -> Tree:
-        """The normalised result, in the structure of the output. The sums are empty afterwards."""
+    def result(self, finish: Callable[[list[Any]], None] | None = None) -> Tree:
+        """The normalised result, in the structure of the output. The sums are empty afterwards.
+        `finish` may replace leaves of the result.
+        """
         folding, outputs = self.folding, self.folding.outputs
         of, self.of = self.of, defaultdict(NoneType)
         results = [of[index] for index in range(len(outputs.folds))]
@@ -282,14 +265,15 @@ class Sums:
                 arrays.divide(sums, float(divisor / unit))
         for index, dtype in folding.cast:
             results[index] = results[index].to(dtype)
-        if folding.normalized:
-            for index in folding.normalized:
-                results[index] = self._normalized(index, results[index])
+        for index in folding.normalized:
+            results[index] = self._normalized(index, results[index])
         for index, fold in outputs.collected.items():
             rows = self.collected[index]
             results[index] = torch.cat(rows, dim=fold.axis or 0).to(fold.result_dtype)
         for index, leaf in zip(outputs.threads, self.state, strict=True):
             results[index] = leaf
+        if finish is not None:
+            finish(results)
         return trees.unflatten(outputs.structure, results)
 
     @property

@@ -8,7 +8,7 @@ from funcga._types import Scalar, Tree
 from torch_backend import arrays, trees
 from torch_backend.arrays import without_overlap
 from torch_backend.dtensor import local
-from torch_backend.parameters import apply_updates, matched, summed
+from torch_backend.parameters import matched, summed
 from torch_backend.states import zeros_like
 
 # The dtypes of less than 32 bits, and those that an update has in their place.
@@ -51,10 +51,8 @@ def added(params: Tree, updates: Tree, state: Tree, donate: bool) -> Tree:
     """The params with the updates added; in place if they are donated and share no memory with
     the state.
     """
-    if not donate or arrays.in_transform():
-        return apply_updates(params, updates)
-    with torch.no_grad():
-        return summed(apart(params, state), updates, in_place=True)
+    in_place = donate and not arrays.in_transform()
+    return summed(apart(params, state) if in_place else params, updates, in_place)
 
 
 def apart(params: Tree, other: Tree) -> Tree:

@@ -57,10 +57,6 @@ class OwningGradient:
         """The parameters, which also say in which framework it runs."""
         raise NotImplementedError
 
-    def merged_over(self, across: Across) -> Across:
-        """What its results are merged over where a step says `across=`."""
-        return across
-
 
 @dataclass(eq=False)
 class Memory:

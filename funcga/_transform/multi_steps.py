@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from funcga._backend import Arrays, Backend
 from funcga._backend.dispatch import backend_of, load_imported
 from funcga._call import Memory, Program
+from funcga._call.supported import ANY, check_supported
 from funcga._fold import check_weight
 from funcga._fold.accumulator import Accumulation, AccumulatorState, Folding, empty
 from funcga._replicas import step_of
@@ -311,7 +312,8 @@ def multi_steps(
         folding = observed(fold, observe, traits.scales)
         memory.options = {**memory.options, **folding.options}
     if (drop, drop_if) != (None, None):
-        skip = load("dropping", "drop=").dropping_updates(drop, drop_if, traits.scales, memory)
+        check_supported(["drop=", "scaled=True"] if traits.scales else [], ANY)
+        skip = load("dropping", "drop=").dropping(drop, drop_if, memory, read)
     update = MultiStepsUpdate(read, check_size(n), folding, skip, program, donate, traits)
     # In the type that the library's combinators take, such as optax.chain.
     transform = MultiSteps(update.init, update)

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import funcga
 from benchmarks.torch_measure import Watch
-from funcga._call import Memory, step_program
+from funcga._call import step_program
 from funcga.tools.plan import smallest_that_fits
 from funcga.tools.plan.in_torch import peak
 from tests.processes import processes
@@ -121,7 +121,7 @@ def predicted(step, args):
         window = lambda program: BACKEND.loop.accumulate(program, BACKEND)
     else:
         program = job.program
-        window = lambda program: replace(job, program=program, memory=Memory()).passes(BACKEND)
+        window = lambda program: job.of(program, job.gradient, None).passes(BACKEND)
     return sum(peak(program, window, args, {}, BACKEND).values())
 
 

@@ -194,8 +194,10 @@ def test_what_has_no_weight_is_not_looked_at(kit, drop, where):
     found, state = run(made(kit, 3, drop=drop), kit, grads, [*map(weigh, (0, 2, 5))])
     assert difference(kit, found[2][0], folded(kit, grads[1:], [2, 5])) <= LIMIT
     assert (int(state.dropped.microbatches), int(state.dropped.windows), int(state.updates)) == (0, 0, 1)
-    _, state = run(made(kit, 3, drop=drop, fold=funcga.sum()), kit, grads)  # which do not look at weights
-    assert int(state.dropped.microbatches) == (3 if drop == "window" else 1)
+    for observe in (None, funcga.gradient_noise()):
+        sums = made(kit, 3, drop=drop, fold=funcga.sum(), observe=observe)  # which do not look at weights
+        _, state = run(sums, kit, grads, [*map(weigh, (0, 2, 5))])
+        assert int(state.dropped.microbatches) == (3 if drop == "window" else 1)
 
 
 def test_without_drop_it_is_passed_on_and_nothing_stays(kit):

@@ -34,7 +34,8 @@ def test_gradients_are_set():
     for params, as_given in (
         (m, backwards),
         (names(), backwards),
-        (list(m.parameters()), lambda g: list(g.values())),
+        (m.parameters(), lambda g: list(g.values())),
+        (list(m.parameters()), lambda g: tuple(g.values())),
         ({"deep": [names(), None]}, lambda g: {"deep": [g, None]}),
     ):
         for p in m.parameters():

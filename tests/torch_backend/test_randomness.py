@@ -71,12 +71,11 @@ def test_seeded_is_a_function_of_its_keys():
 
 
 BAD = {
-    "there are 12 keys, and the micro-batch has 2 rows: every micro-batch would draw the same. Split the keys with "
-    "the batch, as accumulate does by itself: in_axes=(None, 0, 0).": lambda: torch_backend.seeded(lambda w, x: x.sum())(torch.ones(()), keys(TORCH), torch.ones(2)),
+    "keys are int64[12], and the micro-batch has 2 rows: keys are int64[rows], one for each row, and stand before the "
+    "batch.": lambda: torch_backend.seeded(lambda w, x: x.sum())(torch.ones(()), keys(TORCH), torch.ones(2)),
     "a key or index is float32[2]: they are integers, or tensors of some": lambda: torch_backend.example_keys(0, torch.ones(2)),
     "a key or index is float32[]: they are integers, or tensors of some": lambda: torch_backend.example_keys(torch.tensor(0.7), 1),
-    "keys are float32[2], and stand before the batch: int64[rows], one for each row. Call it as loss(params, "
-    "torch_backend.example_keys(0, indices), *batch).": lambda: torch_backend.seeded(lambda w, x: x.sum())(torch.ones(()), torch.ones(2)),
+    "keys are float32[2], and the micro-batch has 0 rows": lambda: torch_backend.seeded(lambda w, x: x.sum())(torch.ones(()), torch.ones(2)),
     "indices is float32[2]: it must be an integer, or an array of some: jnp.arange(len(x)).": lambda: jax_backend.example_keys(jax.random.key(0), jnp.ones(2)),
 }  # fmt: skip
 
@@ -90,6 +89,7 @@ def test_bad_input(text):
 
 RAISED = {
     "torch, key": lambda: torch_backend.example_keys(0.5, 1),
+    "torch, 65 bits": lambda: torch_backend.example_keys(2**64, 1),
     "torch, one key": lambda: torch_backend.sampled(torch.rand, torch.tensor(1)),
     "torch, floats": lambda: torch_backend.sampled(torch.rand, torch.ones(2)),
     "jax, no key": lambda: jax_backend.example_keys(0, jnp.arange(2)),

@@ -4,7 +4,7 @@ window where outputs may differ, as an aux may.
 `window` is the engine's Window, of which a plan, the gradient and what watches it are set here.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -37,7 +37,8 @@ def _new_folding(window: Any, loss: torch.Tensor, aux: Tree) -> Folding:
     aux = trees.detached(aux, True)
     if program.watch is not None:
         readings = program.watch.readings(program, gradient.compose(loss, aux, grads), arguments)
-        gradient = window.gradient = window.watching = readings.of_gradient(gradient, loss)
+        observed = readings.tool.ObservedGradient(readings, gradient, loss)
+        gradient = window.gradient = window.watching = observed
         window.callback(gradient.end)
     outputs, leaves = program.bind(gradient.compose(loss, aux, grads), arguments)
     for index, tree in zip(indices, grads, strict=True):
@@ -73,13 +74,12 @@ def _new_folding(window: Any, loss: torch.Tensor, aux: Tree) -> Folding:
     return folding
 
 
-def with_gradients(program: Any, result: Tree, change: Callable[[Tree], Tree]) -> Tree:
-    """The result of a window, (value, gradients), with its gradients changed."""
+def with_gradients(program: Any, result: Tree, grads: Tree) -> Tree:
+    """The result of a window, (value, gradients), with other gradients."""
     if program.watch is None:
-        value, grads = result
-        return value, change(grads)
-    before, (value, grads) = result
-    return before, (value, change(grads))
+        return result[0], grads
+    before, (value, _) = result
+    return before, (value, grads)
 
 
 def is_unreached(

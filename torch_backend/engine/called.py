@@ -5,7 +5,7 @@ such a function, too, and nothing is written to.
 """
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -44,7 +44,7 @@ class Called:
 
     sums: Sums | None = None
     plan = None  # nothing is known of what a function does
-    likes: Mapping[int, torch.Tensor] = {}  # where results are to lie that are DTensors, by leaf
+    count = 0  # micro-batches, of whatever weight; set by `fold`
 
     def __init__(
         self,
@@ -105,22 +105,26 @@ class Called:
         """Folds the value of one micro-batch in."""
         program, arguments = self.program, self.arguments
         assert arguments is not None
-        if self.pure:
-            args, kwargs = self._constant_if_left_out(args, kwargs, weight)
+        if isinstance(weight, torch.Tensor) and program.weighs_all(arguments.backend):
+            args, kwargs = _constant_if(weight == 0, (args, kwargs))
         value = self._called(arguments, args, kwargs)
         if program.watch is not None:
             value = program.watch.readings(program, value, arguments).measured(value, weight)
+        self.count += 1
         if self.sums is None:
             outputs, leaves = program.bind(value, arguments)
-            self.sums = self.empty(Folding(outputs, pure=self.pure))
+            self.sums = Sums(Folding(outputs, pure=self.pure))
             for merge in self.merges:
                 merge.propose(self.sums, leaves)
         else:
-            which = f"micro-batch {self.sums.number}"
-            leaves = self.sums.folding.outputs.leaves(value, which)
+            leaves = self.sums.folding.outputs.leaves(value, f"micro-batch {self.count}")
         del value
         with self.quiet:
-            self.sums.add(dict(enumerate(leaves)), weight)
+            self.add(self.sums, leaves, weight)
+
+    def add(self, sums: Sums, leaves: list[Any], weight: Scalar) -> None:
+        """Folds the leaves of one micro-batch in."""
+        sums.add(dict(enumerate(leaves)), weight)
 
     def _called(
         self, arguments: Arguments, args: tuple[Tree, ...], kwargs: dict[str, Tree]
@@ -134,47 +138,20 @@ class Called:
         finally:
             calling.microbatch = outer
 
-    def empty(self, folding: Folding) -> Sums:
-        """Sums that nothing is added to yet."""
-        return Sums(folding)
-
-    def _constant_if_left_out(
-        self, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: Scalar
-    ) -> tuple[tuple[Tree, ...], dict[str, Tree]]:
-        """The arguments of a transform, constants if the micro-batch is left out: a NaN would have
-        NaN as its derivative.
-        """
-        leaves, structure = trees.flatten((args, kwargs))
-        constants = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        called, named = trees.unflatten(structure, constants)
-        counts = self.counts(called, named, weight)
-        if counts is None:
-            return args, kwargs
-        for index, (leaf, constant) in enumerate(zip(leaves, constants, strict=True)):
-            if isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
-                leaves[index] = torch.where(counts.to(leaf.device), leaf, constant)
-        return trees.unflatten(structure, leaves)  # type: ignore[no-any-return]
-
-    def counts(
-        self, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: Scalar
-    ) -> torch.Tensor | None:
-        """Whether a micro-batch is a part of the result, where only a device knows; else None."""
-        assert self.arguments is not None
-        is_weighed = isinstance(weight, torch.Tensor)
-        return (
-            weight != 0 if is_weighed and self.program.weighs_all(self.arguments.backend) else None
-        )
-
     def result(self) -> Tree:
         """The normalised result, in the structure of grad_fn's output."""
         assert self.sums is not None
         with self.quiet:
-            self.sums.settle(self.likes)
+            self.sums.settle({})
             return self._merged(self.sums)
 
     def _merged(self, sums: Sums) -> Tree:
         for merge in self.merges:
             merge.merge()
+        return self.finished(sums)
+
+    def finished(self, sums: Sums) -> Tree:
+        """The normalised result of merged sums."""
         return sums.result()
 
     def result_without_microbatches(
@@ -183,14 +160,25 @@ class Called:
         """The result on a replica that has nothing to fold; `state` is what came in."""
         program, (first, *others) = self.program, self.merges
         if not others:
-            sums = adopted(first, program, arguments, self.empty)
+            sums = adopted(first, program, arguments, Sums)
         else:
             # All replicas of the first group may be without rows. What the others count is like the
             # totals of a row of zeros, which are not added.
             blank = with_a_blank_row(arguments).cut(0, 1, state)
             outputs, leaves = program.bind(self.grad_fn(*blank), arguments)
-            sums = self.empty(Folding(outputs))
+            sums = Sums(Folding(outputs))
             for merge in self.merges:
                 merge.propose(sums, leaves)
         sums.state = state
         return self._merged(sums)
+
+
+def _constant_if(is_constant: torch.Tensor, args: Tree) -> Tree:
+    """The arguments of a micro-batch, without a derivative where the 0-d tensor is true: then it
+    adds nothing, and the derivative of a NaN would be NaN.
+    """
+    leaves, structure = trees.flatten(args)
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
+            leaves[index] = torch.where(is_constant.to(leaf.device), leaf.detach(), leaf)
+    return trees.unflatten(structure, leaves)

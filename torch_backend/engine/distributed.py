@@ -7,7 +7,7 @@ and each is reduced once, at the end of the window.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any
 
 import torch
 
@@ -31,10 +31,7 @@ class Distributed(Window):
     def __init__(self, merges: Sequence[Reduction], *window: Any):
         super().__init__(*window)
         self.merges = merges
-
-    def __enter__(self) -> Self:
         self.listener = Listener()  # from here on the window hears collectives
-        return super().__enter__()
 
     @property
     def communicates(self) -> bool:
@@ -99,7 +96,7 @@ def adopted(
         leaves = [like if like is None else torch.empty_like(like, device=device) for like in likes]
         value = trees.unflatten(structure, leaves)
         if own is not None:  # the others say what theirs are like
-            value = bound.with_gradients(program, value, lambda _: own)
+            value = bound.with_gradients(program, value, own)
         outputs, leaves = program.bind(value, arguments)
         return Folding(outputs), leaves
 

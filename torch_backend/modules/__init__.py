@@ -49,9 +49,9 @@ def pure_loss(
             what the layers saw of the window, as if of one batch. With `running_buffers` the
             running statistics are updated once a window. It is for layers in train mode that have
             running statistics, which loss_fn must not read meanwhile, and not for torch.compile,
-            though the module may be compiled. Each micro-batch is still normalised by its own
-            statistics, so that the gradient is not that of the whole batch, and what a layer behind
-            another BatchNorm sees depends on n.
+            though the module may be compiled; without such a layer the result is {}. Each
+            micro-batch is still normalised by its own statistics, so that the gradient is not that
+            of the whole batch, and what a layer behind another BatchNorm sees depends on n.
 
     Returns:
         A function for `funcga.grad` and `funcga.value_and_grad`, torch.func, or to be called by
@@ -61,7 +61,7 @@ def pure_loss(
         FuncgaError: for names that the module does not have, for gradients of frozen parameters,
             for modules wrapped in DDP or FSDP, whose gradients would silently not be reduced, for
             an embedding with max_norm, and for a module that another thread uses. With
-            statistics=True if there is no such layer, if one runs twice in a forward pass, or is a
+            statistics=True if a BatchNorm layer runs twice in a forward pass, or is a
             SyncBatchNorm.
 
     Example:

@@ -8,6 +8,7 @@ import copy
 import inspect
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -92,21 +93,21 @@ class Visit:
     tables: list[Table] | None = None  # of the parameters, set when this is first entered
     # The parts' `__dict__`s and own tables of parameters and buffers, while this is entered.
     own: list[tuple[dict[str, Any], Table, Table]]
-    use: "Use"  # what the exit ends
 
     def __init__(self, loss: PureLoss, params: Tensors, recorded: bool = False):
         check_not_wrapped(loss.module)
         self.loss, self.params, self.recorded = loss, params, recorded
         self.parts = loss.walk.through(loss.module)
+        self.use = InUse(self.parts.ids)
 
     def __enter__(self) -> Callable[..., Output]:
         loss = self.loss
-        self.use = IN_USE.begin(self.parts.ids)
+        self.use.__enter__()
         try:
             if self.tables is None:
                 self.tables = self._tables()
         except BaseException:
-            IN_USE.end(self.use)
+            self.use.__exit__()
             raise
         # A part that is used in two places is here twice, so all tables are read before one is
         # exchanged. The module may have new tensors since the last time, and gets those back.
@@ -120,7 +121,7 @@ class Visit:
     def __exit__(self, *error: object) -> None:
         for space, parameters, buffers in self.own:
             space[PARAMETERS], space[BUFFERS] = parameters, buffers
-        IN_USE.end(self.use)
+        self.use.__exit__()
 
     def _tables(self) -> list[Table]:
         """The tables of parameters that the parts have meanwhile, checked."""
@@ -221,40 +222,34 @@ def _copies(
     return copies
 
 
-# A thread, and the ids of what it uses.
-Use = tuple[int, Collection[int]]
+# The thread of each use, and the ids of what it uses. A process has each module once, so all of its
+# threads have one list.
+_USES: list[tuple[int, Collection[int]]] = []
+_LOCK = threading.Lock()
 
 
-class _InUse:
-    """What one thread uses alone: parts of modules that have other parameters meanwhile, and
-    parameters whose `.grad`s hold its sums. Both are known by their ids.
+class InUse(AbstractContextManager[None]):
+    """A context in which this thread alone uses what has these ids: parts of modules that have
+    other parameters meanwhile, and parameters whose `.grad`s hold its sums.
 
-    A process has each module once, so it has one of these for all of its threads.
+    Raises FuncgaError if another thread uses one of them.
     """
 
-    def __init__(self) -> None:
-        self.lock, self.uses = threading.Lock(), list[Use]()
+    def __init__(self, ids: Collection[int]):
+        self.ids = ids
 
-    def begin(self, ids: Collection[int]) -> Use:
-        """Uses these in this thread, and returns what is to end. Raises FuncgaError if another
-        thread uses one of them.
-        """
-        use = threading.get_ident(), ids
-        with self.lock:
-            for thread, used in self.uses:
-                if thread != use[0] and not {*used}.isdisjoint(ids):
+    def __enter__(self) -> None:
+        self.use = threading.get_ident(), self.ids
+        with _LOCK:
+            for thread, used in _USES:
+                if thread != self.use[0] and not {*used}.isdisjoint(self.ids):
                     raise FuncgaError(
                         "two threads use one module at the same time, and would find parameters or "
                         "gradients of each other in it. Give each thread a module of its own: "
                         "copy.deepcopy(module)."
                     )
-            self.uses.append(use)
-        return use
+            _USES.append(self.use)
 
-    def end(self, use: Use) -> None:
-        """Ends what `begin` has begun."""
-        with self.lock:
-            self.uses.remove(use)
-
-
-IN_USE = _InUse()
+    def __exit__(self, *error: object) -> None:
+        with _LOCK:
+            _USES.remove(self.use)

@@ -28,12 +28,11 @@ from torch_backend.reduce.agreement import Agreement, Histories, History, Rebuil
 from torch_backend.reduce.header import (
     Report,
     check_in_step,
-    digest_of,
     exchange_reports,
     nothing_to_fold,
 )
 from torch_backend.reduce.wire import Addition, gather
-from torch_backend.replicas import InTurn, Replicas, explained, replicas_of
+from torch_backend.replicas import Replicas, explained, replicas_of
 from torch_backend.sums import Sums, power_below
 
 
@@ -148,8 +147,7 @@ class Reduction:
                 numbers=[float(arrays.scalar(sums.of[leaf]) or 0) for leaf in agreement.numbers],
             )
         history = self.history
-        step = digest_of((history.step, [*history.options.items()]))
-        return Report(step, self.window, history.finished, float(self.updates), **said)
+        return Report(history.digest, self.window, history.finished, float(self.updates), **said)
 
     @contextmanager
     def _same_on_all(self) -> Iterator[None]:
@@ -190,7 +188,7 @@ class Reduction:
         """
         if self.history.running is not self:
             return
-        self._close()
+        self.history.running = None
         if self.unit:
             self._send_rest()
         else:
@@ -202,14 +200,12 @@ class Reduction:
         """Sends the rest of a window that was given up; if nothing was said yet, a header that says
         so.
         """
-        try:
+        # Where this raises an error the others have raised the same, and wait for nothing.
+        with suppress(FuncgaError, RuntimeError):
             if (self.unit or self.exchange is not None) and self.agree():
                 self._send()
             else:
                 exchange_reports(self.channel, self._report(failed=True))
-        except (FuncgaError, RuntimeError):
-            # The others have raised the same, and wait for nothing.
-            return
 
     def _send(self) -> None:
         """Begins all messages that are left, except those before which the replicas have to
@@ -320,8 +316,8 @@ def reductions_of(across: Any, memory: Memory) -> list[Reduction]:
             "the transform on each replica, inside of grad_fn; or run the step under "
             "torch.no_grad(), if it is a constant there."
         )
-    # A wrapper of a module says itself what it is merged over.
-    several = across if isinstance(across, InTurn) else [replicas_of(across)]
+    # A list, of what is counted for a wrapped module: that of its wrapper.
+    several = across if isinstance(across, list) else [replicas_of(across)]
     return [Reduction(memory, replicas) for replicas in several]
 
 
@@ -329,10 +325,6 @@ def reductions_of(across: Any, memory: Memory) -> list[Reduction]:
 
 # What begins a window, which is a context.
 Begin = Callable[[], AbstractContextManager[object]]
-
-
-class _EndedError(Exception):
-    """Ends a window in which nothing was folded."""
 
 
 @contextmanager
@@ -352,7 +344,7 @@ def telling(windows: Sequence[tuple[Memory, Begin]]) -> Iterator[None]:
         for histories, begin in counted:
             if not histories.begun:
                 with suppress(Exception), begin():
-                    raise _EndedError from None
+                    raise RuntimeError from None  # ends a window in which nothing was folded
             for history in histories.values():
                 if history.running is not None:
                     history.running.abort()

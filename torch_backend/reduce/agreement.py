@@ -76,6 +76,8 @@ class History:
 
     def __init__(self, memory: Memory, replicas: Replicas):
         self.step, self.options, self.replicas = memory.step, memory.options, replicas
+        # Goes into every header: hashed once, as no option is set after the first window.
+        self.digest = digest_of((self.step, [*self.options.items()]))
         self.agreements: deque[Agreement] = deque(maxlen=16)  # on the last structures
 
     def propose(self, folding: Folding, leaves: Sequence[Array]) -> Agreement:
@@ -104,14 +106,10 @@ class History:
             like = None if outputs.folds[index] is None or leaf is None else _like(leaf, replicas)
             likes.append(like)
             description[path] = _description(outputs, index, shapes[index], like)
-        digest, (numbers, summed, gathered) = (
-            digest_of([*description.items()]),
-            _ways(folding, likes),
-        )
-        self.agreements.append(
-            Agreement(key, outputs, likes, description, digest, numbers, summed, gathered)
-        )
-        return self.agreements[-1]
+        digest, ways = digest_of([*description.items()]), _ways(folding, likes)
+        agreement = Agreement(key, outputs, likes, description, digest, *ways)
+        self.agreements.append(agreement)
+        return agreement
 
     def check_steps(self, reports: list[Report]) -> None:
         """Raises FuncgaError, on all replicas, if they call different steps, or were given other
@@ -208,12 +206,11 @@ def _like(leaf: Array, replicas: Replicas) -> torch.Tensor:
     return like
 
 
-def _ways(folding: Folding, likes: list[Any]) -> list[list[int]]:
+def _ways(folding: Folding, likes: list[Any]) -> tuple[list[int], list[int], list[int]]:
     """(numbers in the header, leaves that are summed, leaves that are gathered), of those that are
     reduced here.
     """
-    ways: list[list[int]] = [[], [], []]
-    numbers, summed, gathered = ways
+    numbers, summed, gathered = list[int](), list[int](), list[int]()
     for leaf, fold in folding.folds.items():
         like, adds = likes[leaf], fold.fold.reducer.monoid.collective == "sum"
         is_number = type(like) is torch.Tensor and like.is_cpu and like.ndim == 0
@@ -223,7 +220,7 @@ def _ways(folding: Folding, likes: list[Any]) -> list[list[int]]:
             numbers.append(leaf)
         elif like is not None:
             (summed if adds else gathered).append(leaf)
-    return ways
+    return numbers, summed, gathered
 
 
 def _shape(outputs: Outputs, leaf_index: int) -> list[int | str]:

@@ -19,7 +19,7 @@ from funcga._call import supported
 from funcga._types import Across
 from funcga.errors import FuncgaError
 from torch_backend import _private, arrays
-from torch_backend.replicas import InTurn, Listener, Replicas, replicas_of
+from torch_backend.replicas import Listener, Replicas, replicas_of
 
 LET_FUNCGA = (
     "or let funcga reduce: accumulate(funcga.value_and_grad(torch_backend.pure_loss(module, "
@@ -91,26 +91,24 @@ class Wrapper:
                 'sync="last", to synchronise once, or sync="every".'
             )
 
-    def replicas(self, across: Across) -> Across:
-        """What a window is merged over, the inner group first. Raises FuncgaError if `across=`
-        names anything else than what wraps the module.
+    def replicas(self, across: Across) -> list[Replicas]:
+        """What a window is merged over, one after the other, the inner group first. Raises
+        FuncgaError if `across=` names anything else than what wraps the module.
         """
-        if self.wrapped and across is not None:
+        if not self.wrapped:
+            return [] if across is None else [replicas_of(across)]
+        in_turn = [Replicas(group) for group in self.groups[0]]
+        if across is not None:
             named = replicas_of(across).ranks
             # On a mesh of two dimensions a process sees its own row and its own column.
-            ranks = sorted({rank for group in self.in_turn for rank in group.ranks})
+            ranks = sorted({rank for group in in_turn for rank in group.ranks})
             if not {*ranks} <= {*named} or len(named) != self.scale:
                 raise FuncgaError(
                     f"across= names the ranks {sorted(named)}, and the module is wrapped by "
                     f"{self.name}, which reduces over the ranks {ranks}. Leave across= out: the "
                     "wrapper knows its replicas."
                 )
-        return self.in_turn if self.wrapped else across
-
-    @cached_property
-    def in_turn(self) -> InTurn:
-        """Its replicas, of the inner group first."""
-        return InTurn([Replicas(group) for group in self.groups[0]])
+        return in_turn
 
     def reshard(self) -> None:
         """Lets the module have the parameters that get gradients."""

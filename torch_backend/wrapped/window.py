@@ -22,17 +22,16 @@ from torch.utils.hooks import RemovableHandle
 from funcga._backend import Backend
 from funcga._call import Program
 from funcga._call.arguments import Arguments
-from funcga._types import Across, Array, Scalar, Tree
+from funcga._types import Array, Scalar, Tree
 from funcga.errors import FuncgaError
 from funcga.folds import mean
 from torch_backend import _private, arrays, trees
-from torch_backend.dtensor import local_tensors
 from torch_backend.engine.distributed import with_a_blank_row
 from torch_backend.engine.guards.grads import gradients_aside
 from torch_backend.engine.leaves import OWN
 from torch_backend.engine.window import Window
 from torch_backend.modules.layers import buffers_of, put_back
-from torch_backend.reduce import Reduction, reductions_of
+from torch_backend.reduce import Reduction
 from torch_backend.reduce.header import nothing_to_fold
 from torch_backend.replicas import explained
 from torch_backend.sums import Sums
@@ -71,13 +70,10 @@ class WrappedGradient(ModuleGradient):
         """One window of a program with this gradient function, as a Window is made of it."""
         return WrappedWindow(self, program, *others)
 
-    def merged_over(self, across: Across) -> Across:
-        """The wrapper's own replicas: its process groups, one after the other."""
-        return self.wrapper.replicas(across)
-
     def reductions(self, program: Program) -> list[Reduction]:
         """What merges a window over the replicas, one after the other."""
-        return reductions_of(self.merged_over(program.across), program.memory)
+        replicas = self.wrapper.replicas(program.across)
+        return [Reduction(program.memory, each) for each in replicas]
 
 
 class WrappedWindow(Window):
@@ -123,7 +119,8 @@ class WrappedWindow(Window):
             if self.wrapper.sync != "every":
                 self.waiting.enter_context(assigned(self.wrapper.flags(False)))
             if self.program.skip is not None:
-                self.statistics_before = buffers_of(self.module)
+                tool = self.program.skip.in_torch
+                self.before = tool.snapshot(self.module, self.arguments.state)
             self.push(stack.pop_all())
         return self
 
@@ -144,11 +141,8 @@ class WrappedWindow(Window):
         """Makes room for the output, with the first loss. Raises FuncgaError for what cannot be
         folded.
         """
-        known, skip = self.plan.folding, self.program.skip
-        sums = super()._bind(loss, aux)
+        known, sums = self.plan.folding, super()._bind(loss, aux)
         folding = sums.folding
-        if skip is not None:
-            sums = skip.in_torch.SkippingSums(skip, folding)
         folds: list[Any] = [folding.outputs.folds[index] for index in folding.grads]
         if folding is not known:
             self._check(folds)
@@ -390,17 +384,17 @@ class WrappedWindow(Window):
         """The normalised result, in the structure of grad_fn's output, the same on every
         replica.
         """
-        sums: Any = self.sums
-        skip = self.program.skip
+        sums, skip = self.sums, self.program.skip
+        assert sums is not None
         with torch.no_grad():
             self.take_gradients()
-            if skip:
-                sums.look_at(local_tensors([sums.of[index] for index in sums.folding.grads]))
+            if skip is not None:
+                sums.rejected = skip.in_torch.rejected(sums, skip)
             # The wrapper has merged the gradients already.
             for merge in self.merges:
                 merge.merge()
-            if skip:
-                sums.put_back_if_rejected(self.statistics_before)
-            elif not sums.steps:
+            if skip is not None:
+                return skip.in_torch.result_of(sums, self.before)
+            if not sums.steps:
                 raise nothing_to_fold()
             return sums.result()

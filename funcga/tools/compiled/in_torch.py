@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,17 +25,15 @@ from torch import nn
 
 from funcga._call import Program
 from funcga._grad import GradientFunction
-from funcga._types import GradFn, LossFn, Scalar, Tree
+from funcga._types import LossFn, Scalar, Tree
 from funcga.tools.compiled import private_in_torch
 from torch_backend import _private, arrays, trees
 from torch_backend.arrays import recording
 from torch_backend.engine import bound
 from torch_backend.engine.window import Window
 from torch_backend.modules import PureLoss
-from torch_backend.modules.visits import IN_USE, Visit
+from torch_backend.modules.visits import InUse
 from torch_backend.sums import Folding, Sums
-
-Made = TypeVar("Made")
 
 
 def program_of(program: Program) -> Program:
@@ -44,34 +42,30 @@ def program_of(program: Program) -> Program:
 
     The loss of the gradient function is compiled likewise.
     """
-    gradient = None
-    if not arrays.in_transform():
-        gradient = _made_once(_GRADIENTS, program.grad_fn, _gradient_of)
-    return program if gradient is None else replace(program, grad_fn=gradient)
+    made = None if arrays.in_transform() else _made_of(program.grad_fn)
+    return replace(program, grad_fn=made) if isinstance(made, GradientFunction) else program
 
 
 def window_of(program: Program, gradient: GradientFunction) -> Callable[..., Window] | None:
     """What makes the windows of a gradient whose loss is compiled; None for all others."""
     loss_fn = gradient.loss_fn
     loss_fn = loss_fn.loss_fn if isinstance(loss_fn, PureLoss) else loss_fn
-    step = _made_once(_MICRO_STEPS, loss_fn, MicroStep)
-    if step is None or not serves_step(program, gradient):
+    step = _made_of(loss_fn)
+    if not (isinstance(step, MicroStep) and serves_step(program, gradient)):
         return None
     return partial(CompiledWindow, step)
 
 
-def _made_once(
-    table: WeakKeyDictionary[Any, Made | None],
-    function: Callable[..., Any],
-    make: Callable[[private_in_torch.Compiled], Made | None],
-) -> Made | None:
-    """What is made of a compiled function, once for all steps; None of any other function."""
+def _made_of(function: Callable[..., Any]) -> "GradientFunction | MicroStep | None":
+    """What is made of a compiled function, once for all steps: of a gradient function one whose
+    loss is compiled, and of any other its micro-step. None of a function that is not compiled.
+    """
     if not isinstance(function, types.FunctionType):
         return None
-    if function not in table:
+    if function not in _MADE:
         compiled = private_in_torch.compiled_of(function)
-        table[function] = None if compiled is None else make(compiled)
-    return table[function]
+        _MADE[function] = compiled and (_gradient_of(compiled) or MicroStep(compiled))
+    return _MADE[function]
 
 
 def _gradient_of(compiled: private_in_torch.Compiled) -> GradientFunction | None:
@@ -145,8 +139,7 @@ def _micro_step(loss_fn: LossFn) -> Callable[..., torch.Tensor]:
     return micro_step
 
 
-_MICRO_STEPS: WeakKeyDictionary[LossFn, MicroStep | None] = WeakKeyDictionary()
-_GRADIENTS: WeakKeyDictionary[GradFn, GradientFunction | None] = WeakKeyDictionary()
+_MADE: WeakKeyDictionary[Any, GradientFunction | MicroStep | None] = WeakKeyDictionary()
 
 
 # --- where autograd adds the gradients of a compiled loss after all
@@ -193,16 +186,6 @@ def serves_window(window: Window) -> bool:
 # --- the window
 
 
-@contextmanager
-def _reserved(visits: Visit | None) -> Iterator[None]:
-    """A context in which no other thread visits the module, which keeps its own parameters."""
-    use = IN_USE.begin([] if visits is None else visits.parts.ids)
-    try:
-        yield
-    finally:
-        IN_USE.end(use)
-
-
 class CompiledWindow(Window):
     """A window of a gradient whose loss is compiled: `step` folds the micro-batches, as far as it
     can, and autograd the others.
@@ -233,14 +216,11 @@ class CompiledWindow(Window):
         """Folds one micro-batch in, by the compiled step or by autograd."""
         if self.sums is None and self.totals is None:
             self._begin()
-        if self.totals is None:
-            with super().passes():
-                super().fold(args, kwargs, weight)
-            return
-        loss = self._run(self.totals, args, kwargs, weight)
+        totals = self.totals
+        loss = None if totals is None else self._run(totals, args, kwargs, weight)
         # Autograd finds out whether a loss that depends on nothing is an error.
-        if loss is None or not (self.gradient.reached or any(map(torch.Tensor.any, self.totals))):
-            if self.sums is not None:
+        if loss is None or not (self.gradient.reached or any(map(torch.Tensor.any, totals or ()))):
+            if totals is not None and self.sums is not None:
                 self.writes = self._count_writes()  # also of what no pass of autograd has added
             with super().passes():
                 super().fold(args, kwargs, weight)
@@ -259,16 +239,17 @@ class CompiledWindow(Window):
         """Makes the totals, if nothing else is to see the gradients of a micro-batch, or takes part
         in computing them.
         """
-        loss, visits = self.gradient.loss_fn, self.visits
+        visits = self.visits
         if self.step.is_refused or not serves_window(self):
             return
         self.params = {index: trees.detached(tree) for index, tree in self.leaves.trees.items()}
-        self.inside = loss if isinstance(loss, PureLoss) else None
+        self.inside: PureLoss | None = None
         self.buffers: dict[str, torch.Tensor] = {}
         if visits is not None:
+            self.inside = visits.loss
             with visits:  # the module and its parameters are checked
                 pass
-            with _reserved(visits):
+            with InUse(visits.parts.ids):  # no other thread visits the module
                 self.buffers = dict(visits.loss.module.named_buffers())
         leaves = trees.flatten(self.params)[0]
         # Until the first loss shows its dtype, one of that of the parameters stands in.
@@ -280,27 +261,22 @@ class CompiledWindow(Window):
             self.factor = cache(partial(torch.full, (), **like))
 
     def _zeros(self, leaves: list[torch.Tensor], folding: Folding) -> list[torch.Tensor]:
-        folds = [folding.outputs.folds[index] for index in folding.grads]
-        dtypes = [fold.accumulator_dtype for fold in folds if fold is not None]
+        dtypes = [folding.folds[index].accumulator_dtype for index in folding.grads]
         pairs = [*zip(leaves, dtypes, strict=True)]
-
-        def new() -> list[torch.Tensor]:
-            return [torch.zeros_like(leaf, dtype=dtype) for leaf, dtype in pairs]
-
-        if not (self.step.replays and all(leaf.is_cuda for leaf in leaves)):
-            return new()
-        # A CUDA graph reads leaves made of parameters from where these stay, and copies others.
-        for original, leaf in zip(self.leaves.originals, leaves, strict=True):
-            if isinstance(original, nn.Parameter):
-                torch._dynamo.mark_static_address(leaf, guard=False)
-        like = tuple([(leaf.shape, leaf.stride(), leaf.device, dtype) for leaf, dtype in pairs])
-        self.unused = self.step.static.setdefault(like, [])
+        is_static = self.step.replays and all(leaf.is_cuda for leaf in leaves)
+        if is_static:
+            # A CUDA graph reads leaves made of parameters from where these stay, and copies others.
+            for original, leaf in zip(self.leaves.originals, leaves, strict=True):
+                if isinstance(original, nn.Parameter):
+                    torch._dynamo.mark_static_address(leaf, guard=False)
+            like = tuple([(leaf.shape, leaf.stride(), leaf.device, dtype) for leaf, dtype in pairs])
+            self.unused = self.step.static.setdefault(like, [])
         if self.unused:  # another thread finds others, so that no two windows have the same
             totals = self.unused.pop()
             torch._foreach_zero_(totals)
             return totals
-        totals = new()
-        for total in totals:
+        totals = [torch.zeros_like(leaf, dtype=dtype) for leaf, dtype in pairs]
+        for total in totals if is_static else ():
             torch._dynamo.mark_static_address(total)
         return totals
 
@@ -326,8 +302,10 @@ class CompiledWindow(Window):
         # What is differentiated is passed apart.
         others = [None if index in self.params else arg for index, arg in enumerate(args)]
         called = self.params, self.inside, self.buffers, others, kwargs, factor
+        # The module keeps its own parameters, and no other thread visits it.
+        ids = [] if self.visits is None else self.visits.parts.ids
         try:
-            with _reserved(self.visits), torch.no_grad():
+            with InUse(ids), torch.no_grad():
                 loss: torch.Tensor = self.step.run(totals, *called)
                 return loss
         except private_in_torch.refusals_to_compile():

@@ -21,7 +21,7 @@ from funcga._call.arguments import Arguments
 from funcga._fold import Tally
 from funcga._fold.outputs import Outputs
 from funcga._grad import GradientFunction, value_and_grad
-from funcga._replicas import step_of
+from funcga._replicas import Step, step_of
 from funcga._tools import load
 from funcga._types import Across, Array, LossFn, Scalar, Tree, WeightFn
 from funcga.errors import FuncgaError, check_callable
@@ -108,18 +108,15 @@ def coupled(
     program = read_program(summary_fn, fold, weight, in_axes, across, n=count, microbatch_size=rows)
     if totals is not None:
         program = load("totals", "totals=").counted(program, totals)
-    # The second pass is counted apart.
-    first = replace(program, prologue=None, epilogues=())
-    second = replace(first, memory=Memory(None if across is None else step_of(loss_fn)))
-    job = Coupled(program, first, second, gradient)
+    job = Coupled.of(program, gradient, None if across is None else step_of(loss_fn))
 
     @functools.wraps(summary_fn, assigned=("__doc__", "__name__", "__qualname__"), updated=())
     def step(*args: Any, **kwargs: Any) -> Any:
         """The loss and its gradient."""
-        with program.telling(second):
+        with program.telling(job.second):
             backend = program.backend(args, kwargs)
             _check_folds(program.fold, backend)
-            return load(f"coupled.in_{backend.name}", "coupled").coupled(job, backend)(args, kwargs)
+            return job.passes(backend)(args, kwargs)
 
     # For tools that inspect the step.
     step.coupled = job  # type: ignore[attr-defined]
@@ -155,6 +152,20 @@ class Coupled:
     first: Program
     second: Program
     gradient: GradientFunction
+
+    @classmethod
+    def of(cls, program: Program, gradient: GradientFunction, step: Step | None) -> "Coupled":
+        """What a step with this program computes. The second pass is counted apart: `step`
+        identifies it across replicas.
+        """
+        first = replace(program, prologue=None, epilogues=())
+        return cls(program, first, replace(first, memory=Memory(step)), gradient)
+
+    def passes(self, backend: Backend) -> Callable[..., Any]:
+        """The step in a framework, called with (args, kwargs)."""
+        step: Callable[..., Any]
+        step = load(f"coupled.in_{backend.name}", "coupled").coupled(self, backend)
+        return step
 
     def loss(
         self, params: Sequence[Tree], summaries: "Summaries", variables: Mapping[int, Array]

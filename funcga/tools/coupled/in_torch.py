@@ -30,7 +30,7 @@ from torch_backend.engine.leaves import any_requires_grad
 from torch_backend.engine.plan import Plans, call_key
 from torch_backend.loop import Source, begin, cut, run_window, untraced, weights_of
 from torch_backend.modules import PureLoss
-from torch_backend.reduce import Reduction
+from torch_backend.reduce import reductions_of
 from torch_backend.sums import Sums
 from torch_backend.wrapped.ddp import Wrapper
 from torch_backend.wrapped.gradient import ModuleGradient
@@ -57,7 +57,7 @@ def coupled(job: Coupled, backend: Backend) -> Callable[..., Tree]:
             kwargs = begin(job.program, backend, args, kwargs)
         program, summary = job.program, _Summary(job, backend, args)
         Source(program, backend)  # refuses what it cannot be
-        is_merged = bool(summary.replicas)
+        is_merged = summary.replicas is not None
         with torch.inference_mode(False), torch.no_grad():
             arguments, cuts, devices = cut(program, backend, args, is_merged)
             # A weight may be 0, where NaN has to be kept out.
@@ -74,7 +74,7 @@ class _Summary:
 
     They are arguments of the function; or those of a `pure` loss, which the engine puts into its
     module; or a module's `own`, which a `wrapper` may reduce. The function then takes the module in
-    the place of its parameters. `replicas`: what is merged over, one group after the other.
+    the place of its parameters. `replicas`: what is merged over.
     """
 
     def __init__(self, job: Coupled, backend: Backend, args: Args):
@@ -98,12 +98,10 @@ class _Summary:
         """Where the gradient of a loss comes from that is called as the function is. With has_aux
         it returns threaded state as well.
         """
-        job, loss_fn = self.job, wraps(self.function, updated=())(lambda *a, **k: loss(*a, **k))
-        gradient: Any = replace(job.gradient, loss_fn=loss_fn, has_aux=has_aux)
-        if self.own is not None:
-            gradient = replace(self.own, loss_fn=loss_fn, has_aux=has_aux)
-        elif self.pure is not None:
-            gradient = replace(gradient, loss_fn=replace(self.pure, loss_fn=loss_fn))
+        job, loss_fn = self.job, wraps(self.function, updated=())(loss)
+        if self.pure is not None:
+            loss_fn = replace(self.pure, loss_fn=loss_fn)
+        gradient: Any = replace(self.own or job.gradient, loss_fn=loss_fn, has_aux=has_aux)
         fold = ((SUM, job.program.fold), SUM) if has_aux else SUM
         second = replace(job.second, grad_fn=gradient, fold=fold, weight=lambda *_: 1)
         source = Source(second, self.backend)
@@ -190,7 +188,7 @@ class _FirstPass(Called):
         if own is not None:
             program = replace(program, grad_fn=partial(own.loss_fn, own.module))
             tensors += own.parameters()
-        merges = [Reduction(program.memory, replicas) for replicas in summary.replicas]
+        merges = reductions_of(summary.replicas, program.memory)
         super().__init__(program, program.grad_fn, arguments, merges=merges)
         self.devices, self.snapshot = devices_of(tensors), summary.owner.snapshot
         # Whether all replicas run the module equally often, because each run communicates. Others

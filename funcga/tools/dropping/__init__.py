@@ -1,12 +1,12 @@
 """What is dropped of a window, by a test of its micro-batches: `drop=` and `drop_if=`."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from funcga._accumulate import DropTest
 from funcga._backend import Arrays, Backend
-from funcga._call import Memory, Program
+from funcga._call import Memory
 from funcga._fold import LeafFold, as_number
 from funcga._fold.accumulator import Accumulation
 from funcga._fold.outputs import Outputs
@@ -16,14 +16,20 @@ from funcga.errors import FuncgaError
 from funcga.tools.finite import finite
 
 
+def _whole(output: Tree) -> Tree:
+    return output
+
+
 @dataclass(frozen=True)
 class Dropping:
     """What is dropped, a "microbatch", a whole "window" or None, and by which test; by default
-    what is not finite.
+    what is not finite. `part` gives what that looks at of an output: not the aux of a gradient
+    function.
     """
 
     scope: str | None
     test: DropTest | None
+    part: Callable[[Tree], Tree]
 
     def __post_init__(self) -> None:
         if self.scope not in (None, "microbatch", "window"):
@@ -38,7 +44,46 @@ class Dropping:
                 "drop_if=lambda value: norm(value) > 100."
             )
 
-    def is_kept(
+    @property
+    def in_torch(self) -> Any:
+        """What drops in torch."""
+        return load("dropping.in_torch", "drop=")
+
+    @property
+    def in_jax(self) -> Any:
+        """What drops in JAX."""
+        return load("dropping.in_jax", "drop=")
+
+    def tested(self, outputs: Outputs) -> list[int]:
+        """The leaves of a step's output that have to be finite. Raises FuncgaError for a fold that
+        cannot leave a micro-batch out.
+        """
+        # Observers collect a row for a dropped micro-batch, too.
+        collected = [leaf_index for leaf_index in outputs.collected if leaf_index >= outputs.before]
+        if collected:
+            raise FuncgaError(
+                f"the fold of {outputs.paths()[collected[0]]} collects rows, and with "
+                f"drop={self.scope!r} nobody knows how many of them there will be. Fold it with "
+                "funcga.mean() or funcga.sum(), or collect it by a step without drop=."
+            )
+        part = self.part(outputs.value_of(range(len(outputs.folds))))
+        indices, kind = outputs.backend.trees.flatten(part)[0], outputs.backend.arrays.kind
+        dtypes = [(leaf_index, outputs.dtypes[leaf_index]) for leaf_index in indices]
+        return [k for k, dtype in dtypes if dtype is not None and kind(dtype)[0] in "fc"]
+
+    def test_of(self, outputs: Outputs) -> Callable[[Sequence[Array], Scalar], bool | Array]:
+        """What tells by the leaves and the weight of a micro-batch whether it is folded."""
+        tested = self.tested(outputs)
+        are_weighted = _are_weighted([outputs.folds[leaf_index] for leaf_index in tested])
+
+        def keeps(leaves: Sequence[Array], weight: Scalar) -> bool | Array:
+            value = None if self.test is None else outputs.value_of(leaves)
+            looked_at = [leaves[leaf_index] for leaf_index in tested]
+            return self._is_kept(value, looked_at, weight, are_weighted, outputs.backend)
+
+        return keeps
+
+    def _is_kept(
         self,
         value: Tree,
         leaves: Sequence[Array],
@@ -51,20 +96,60 @@ class Dropping:
         `value` is for the user's test; without one the `leaves` have to be finite. One of weight 0
         is kept where all `are_weighted`: it adds nothing, not even a NaN, and is not looked at.
         """
-        arrays = backend.arrays
-        is_on_host = not arrays.is_array(weight)
-        if are_weighted and is_on_host and not weight:
+        arrays, has_no_weight = backend.arrays, are_weighted and weight == 0
+        if has_no_weight is True:
             return True
-        # If the host sees the answer, it is a bool, and nothing is computed for what is dropped.
         if self.test is None:
             keep = arrays.scalar(finite(leaves, backend))
         else:
             drop = _as_bool(self.test(value), arrays)
-            keep = arrays.xp.logical_not(drop) if arrays.is_array(drop) else not drop
-        if are_weighted and not is_on_host:
-            keep = arrays.as_array(keep)
-            keep = arrays.xp.logical_or(keep, arrays.cast(weight == 0, keep.dtype, keep))
+            keep = not drop if isinstance(drop, bool) else ~drop
+        if arrays.is_array(has_no_weight):
+            answer = arrays.as_array(keep)
+            keep = answer | arrays.cast(has_no_weight, answer.dtype, answer)
         return keep
+
+    # In `multi_steps`.
+
+    def keeps(
+        self, grads: Tree, leaves: Sequence[Array], weight: Scalar, outputs: Outputs
+    ) -> bool | Array:
+        """Whether gradients are folded: a bool, or a 0-d array that the host does not see."""
+        are_weighted = _are_weighted(outputs.folds[outputs.before :])
+        return self._is_kept(grads, leaves, weight, are_weighted, outputs.backend)
+
+    def left_out(
+        self, keep: bool | Array, window: Accumulation, after: Accumulation
+    ) -> Accumulation:
+        """The window `after` a micro-batch if it is kept, else the one before, which counts it as
+        rejected.
+        """
+        without = window._replace(rejected=window.rejected + 1)
+        chosen: Accumulation = selected(keep, after, without, window.outputs.backend)
+        return chosen
+
+    def at_the_end(
+        self, dropped: Any, steps: Scalar, rejected: Scalar, arrays: Arrays
+    ) -> tuple[bool | Array, Any]:
+        """(whether a window of `steps` folded and so many `rejected` micro-batches ends with an
+        update, the counts with those of this window).
+        """
+        keep, is_window = steps > 0, self.scope == "window"
+        if is_window:
+            keep = keep & (rejected == 0)
+        # Without an update the folded ones are dropped, too. An empty window, flushed inside of
+        # jit, does not count.
+        is_lost = arrays.cast(~arrays.as_array(keep), arrays.xp.int32)
+        is_filled = arrays.as_array(is_window & (steps + rejected > 0))
+        dropped = dropped._replace(
+            microbatches=dropped.microbatches + rejected + is_lost * steps,
+            windows=dropped.windows + is_lost * arrays.cast(is_filled, arrays.xp.int32),
+        )
+        return arrays.scalar(keep) if arrays.is_array(keep) else keep, dropped
+
+
+def _are_weighted(folds: Sequence[LeafFold | None]) -> bool:
+    return all(fold is None or fold.fold.plain.reducer.linear for fold in folds)
 
 
 def _as_bool(drop: Scalar, arrays: Arrays) -> bool | Array:
@@ -84,112 +169,11 @@ def _as_bool(drop: Scalar, arrays: Arrays) -> bool | Array:
     )
 
 
-def dropping(program: Program, drop: str | None, drop_if: DropTest | None) -> Program:
-    """The program that leaves micro-batches out, or a window."""
-    part = getattr(program.grad_fn, "without_aux", lambda output: output)
-    program.memory.options["drop="] = repr(drop)
-    if drop_if is not None:
-        program.memory.options["drop_if="] = "given"
-    return replace(program, skip=DroppingStep(drop, drop_if, part))
-
-
-@dataclass(frozen=True)
-class DroppingStep(Dropping):
-    """What a step drops. `part` gives what has to be finite of an output: not the aux of a gradient
-    function.
-    """
-
-    part: Callable[[Tree], Tree]
-
-    @property
-    def in_torch(self) -> Any:
-        """What drops in torch."""
-        return load("dropping.in_torch", "drop=")
-
-    @property
-    def in_jax(self) -> Any:
-        """What drops in JAX."""
-        return load("dropping.in_jax", "drop=")
-
-    def test_of(self, outputs: Outputs) -> Callable[[Sequence[Array], Scalar], bool | Array]:
-        """What tells by the leaves and the weight of a micro-batch whether it is folded: a bool, or
-        a 0-d array that the host does not see. Raises FuncgaError for a fold that cannot leave one
-        out.
-        """
-        # Observers collect a row for a dropped micro-batch, too.
-        collected = [leaf_index for leaf_index in outputs.collected if leaf_index >= outputs.before]
-        if collected:
-            raise FuncgaError(
-                f"the fold of {outputs.paths()[collected[0]]} collects rows, and with "
-                f"drop={self.scope!r} nobody knows how many of them there will be. Fold it with "
-                "funcga.mean() or funcga.sum(), or collect it by a step without drop=."
-            )
-        backend, dtypes = outputs.backend, outputs.dtypes
-        part = self.part(outputs.value_of(range(len(dtypes))))
-        tested = [
-            leaf_index
-            for leaf_index in backend.trees.flatten(part)[0]
-            if dtypes[leaf_index] is not None
-            and backend.arrays.kind(dtypes[leaf_index]) in ("float", "complex")
-        ]
-        folds = [outputs.folds[leaf_index] for leaf_index in tested]
-        are_weighted = all(fold is not None and _is_linear(fold) for fold in folds)
-
-        def keeps(leaves: Sequence[Array], weight: Scalar) -> bool | Array:
-            value = None if self.test is None else outputs.value_of(leaves)
-            looked_at = [leaves[leaf_index] for leaf_index in tested]
-            return self.is_kept(value, looked_at, weight, are_weighted, backend)
-
-        return keeps
-
-
-def _is_linear(fold: LeafFold) -> bool:
-    return fold.fold.plain.reducer.linear
-
-
-class DroppingUpdates(Dropping):
-    """What `multi_steps` drops, and whether a window ends with an update."""
-
-    def keeps(
-        self, grads: Tree, leaves: Sequence[Array], weight: Scalar, outputs: Outputs
-    ) -> bool | Array:
-        """Whether gradients are folded: a bool, or a 0-d array that the host does not see."""
-        are_weighted = all(map(_is_linear, outputs.of_value.reduced.values()))
-        return self.is_kept(grads, leaves, weight, are_weighted, outputs.backend)
-
-    def left_out(
-        self, keep: bool | Array, window: Accumulation, after: Accumulation
-    ) -> Accumulation:
-        """The window `after` a micro-batch if it is kept, else the one before, which counts it as
-        rejected.
-        """
-        without = window._replace(rejected=window.rejected + 1)
-        return without if keep is False else _where(keep, after, without)
-
-    def at_the_end(
-        self, dropped: Any, steps: Scalar, rejected: Scalar, arrays: Arrays
-    ) -> tuple[bool | Array, Any]:
-        """(whether a window of `steps` folded and so many `rejected` micro-batches ends with an
-        update, the counts with those of this window).
-        """
-        microbatches, windows = dropped.microbatches + rejected, dropped.windows
-        keep = steps > 0
-        if self.scope == "window":
-            # Without an update the folded ones are dropped, too. An empty window, flushed inside
-            # of jit, does not count.
-            keep, is_filled = keep & (rejected == 0), arrays.as_array(steps + rejected > 0)
-            emitted, integer = arrays.as_array(keep), arrays.xp.int32
-            zero, steps = arrays.cast(0, integer), arrays.cast(steps, integer)
-            microbatches = microbatches + arrays.xp.where(emitted, zero, steps)
-            windows = windows + arrays.xp.where(emitted, zero, arrays.cast(is_filled, integer))
-        return arrays.scalar(keep) if arrays.is_array(keep) else keep, dropped._replace(
-            microbatches=microbatches, windows=windows
-        )
-
-
-def _where(keep: Array, after: Accumulation, before: Accumulation) -> Accumulation:
-    """The window `after` a micro-batch if the 0-d array is true, else the one before."""
-    arrays, trees = after.outputs.backend.arrays, after.outputs.backend.trees
+def selected(keep: Scalar, after: Tree, before: Tree, backend: Backend) -> Tree:
+    """The tree `after` a micro-batch if that is kept, else the one `before`."""
+    arrays, trees = backend.arrays, backend.trees
+    if not arrays.is_array(keep):
+        return after if keep else before
 
     # `where`, as 0 * NaN is NaN, and what is not chosen may be NaN.
     def select(chosen: Array, otherwise: Array) -> Array:
@@ -198,22 +182,14 @@ def _where(keep: Array, after: Accumulation, before: Accumulation) -> Accumulati
         return arrays.xp.where(arrays.cast(keep, keep.dtype, chosen), chosen, otherwise)
 
     (chosen, structure), (otherwise, _) = trees.flatten(after), trees.flatten(before)
-    window: Accumulation = trees.unflatten(structure, [*map(select, chosen, otherwise)])
-    return window
+    return trees.unflatten(structure, [*map(select, chosen, otherwise)])
 
 
-def dropping_updates(
-    scope: str | None, test: DropTest | None, scales: bool, memory: Memory
-) -> DroppingUpdates:
-    """What a `multi_steps` drops; `scales`: it wraps a loss_scaled. The options go into the memory,
-    as replicas compare them.
-    """
-    if scope is not None and scales:
-        raise FuncgaError(
-            f"drop is {scope!r}, and the wrapped transform is a loss_scaled, which has to see what "
-            "is not finite: its scale would never back off, and no window be an update. Leave drop "
-            "out: it skips such windows itself."
-        )
-    memory.options["drop="] = repr(scope)
-    memory.options["drop_if="] = "None" if test is None else "given"
-    return DroppingUpdates(scope, test)
+def dropping(
+    drop: str | None, drop_if: DropTest | None, memory: Memory, function: object
+) -> Dropping:
+    """What a step of this gradient function drops, or a `multi_steps` of this transform."""
+    # Replicas compare the options.
+    memory.options["drop="] = repr(drop)
+    memory.options["drop_if="] = "None" if drop_if is None else "given"
+    return Dropping(drop, drop_if, getattr(function, "without_aux", _whole))

@@ -66,15 +66,16 @@ def _integers(indices: Array) -> jax.Array:
             f"indices is {arrays.describe(indices)}: it must be an integer, or an array of some: "
             "jnp.arange(len(x))."
         )
+    if indices.dtype.itemsize <= 4:
+        return jnp.asarray(indices)
     # JAX would truncate 64 bits to 32. Traced values cannot be checked.
-    wide = indices.dtype.itemsize > 4 and not _private.is_traced(indices) and indices.size
-    if wide and (indices.min() < 0 or indices.max() >= 2**32):
+    is_seen = indices.size and not _private.is_traced(indices)
+    if is_seen and not 0 <= indices.min() <= indices.max() < 2**32:
         raise FuncgaError(
-            f"indices is {arrays.describe(indices)} with values from {indices.min()} to "
-            f"{indices.max()}: keys are made of 32 bits, 0 to 2**32 - 1. Number the examples, "
-            "jnp.arange(len(dataset))."
+            f"indices is {arrays.describe(indices)}, and keys are made of 32 bits, 0 to 2**32 - 1. "
+            "Number the examples, jnp.arange(len(dataset))."
         )
-    return jnp.asarray(indices, jnp.uint32 if wide else None)
+    return jnp.asarray(indices, jnp.uint32)
 
 
 def sampled(sampler: Sampler, keys: jax.Array, shape: tuple[int, ...] = ()) -> jax.Array:

@@ -5,10 +5,10 @@ generators".
 """
 
 import functools
-import operator
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 
 import torch
 from torch import nn
@@ -41,7 +41,7 @@ def example_keys(key: Scalar, indices: Array) -> torch.Tensor:
         int64 in the shape of the indices: seeds.
 
     Raises:
-        FuncgaError: for tensors of no integers; Python's TypeError for other numbers.
+        FuncgaError: for what is no integers. Numbers of more than 64 bits torch refuses itself.
 
     Example:
         >>> epoch, indices = 0, torch.arange(4)
@@ -49,18 +49,14 @@ def example_keys(key: Scalar, indices: Array) -> torch.Tensor:
         >>> keys.shape, keys.dtype
         (torch.Size([4]), torch.int64)
     """
-    index_of_example = _integers(indices, None)
+    index_of_example = _integers(indices)
     # The mixed key is the start of a stream of numbers. Each example gets the number at its index.
     start = _mixed(_integers(key, index_of_example.device) + _GAMMA)
     return _mixed(start + (index_of_example + 1) * _GAMMA)
 
 
-def _integers(value: Array, device: torch.device | None) -> torch.Tensor:
-    """The value as int64; a larger number keeps its lower 64 bits."""
-    if not isinstance(value, torch.Tensor) and getattr(value, "shape", ()) == ():
-        number = operator.index(value)
-        return torch.tensor((number + 2**63) % 2**64 - 2**63, device=device)
-    # By default it lies where it is, wherever new tensors lie.
+def _integers(value: Array, device: torch.device | None = None) -> torch.Tensor:
+    """The value as int64, by default where it lies, wherever new tensors do."""
     array = torch.as_tensor(value, device=device or getattr(value, "device", None))
     if arrays.kind(array.dtype) != "int":
         raise FuncgaError(
@@ -160,22 +156,17 @@ def seeded(loss_fn: Callable[..., R]) -> Callable[..., R]:
 
 
 def _seed(keys: torch.Tensor, batch: tuple[Tree, ...]) -> int:
-    # The batch in the place of the keys would be read as a seed.
-    if getattr(keys, "dtype", None) != torch.int64 or keys.ndim != 1:
+    tensors = [leaf for leaf in trees.flatten(batch)[0] if isinstance(leaf, torch.Tensor)]
+    rows = {len(tensor) for tensor in tensors if tensor.ndim}
+    # Of the batch in the place of the keys a row would be read as a seed, and with keys of more
+    # rows every micro-batch would draw the same.
+    are_keys = isinstance(keys, torch.Tensor) and keys.dtype == torch.int64 and keys.ndim == 1
+    if not are_keys or (rows and len(keys) not in rows):
         raise FuncgaError(
-            f"keys are {arrays.describe(keys)}, and stand before the batch: int64[rows], one for "
-            "each row. Call it as loss(params, torch_backend.example_keys(0, indices), *batch)."
-        )
-    rows = {
-        len(leaf)
-        for leaf in trees.flatten(batch)[0]
-        if isinstance(leaf, torch.Tensor) and leaf.ndim
-    }
-    if rows and len(keys) not in rows:
-        raise FuncgaError(
-            f"there are {len(keys)} keys, and the micro-batch has {min(rows)} rows: every "
-            "micro-batch would draw the same. Split the keys with the batch, as accumulate does by "
-            "itself: in_axes=(None, 0, 0)."
+            f"keys are {arrays.describe(keys)}, and the micro-batch has {max(rows, default=0)} "
+            "rows: keys are int64[rows], one for each row, and stand before the batch. Call it as "
+            "loss(params, torch_backend.example_keys(0, indices), *batch), and split the keys with "
+            "the batch, as accumulate does by itself: in_axes=(None, 0, 0)."
         )
     return int(keys[0])
 
@@ -185,10 +176,8 @@ def _seeded(seed: int, args: tuple[Tree, ...]) -> Iterator[None]:
     """A context in which the global generators, of the host and of the devices of the arguments,
     begin at a seed.
     """
-    parameters = [
-        p for module in args if isinstance(module, nn.Module) for p in module.parameters()
-    ]
-    devices = devices_of([*trees.flatten(args)[0], *parameters])
+    modules = [module for module in args if isinstance(module, nn.Module)]
+    devices = devices_of([*trees.flatten(args)[0], *chain(*[m.parameters() for m in modules])])
     before = generator_states(devices)
     generators = [torch.Generator(), *map(torch.Generator, devices)]
     seeded = [generator.manual_seed(seed).get_state() for generator in generators]

@@ -119,17 +119,14 @@ _BETWEEN = {"TBackward0": True, "ToCopyBackward0": False}
 
 def uses_of(root: Any, weight_ids: Collection[int]) -> list[Use]:
     """The uses of those weights that are used in no other way."""
-    uses, used_otherwise = list[Use](), set[int]()
+    uses = list[Use]()
     for node in graphs.nodes_of(root):
         name: Any = node.name()
         for position, (source, _) in enumerate(node.next_functions if name not in _BETWEEN else ()):
             weight, is_transposed = _weight_behind(source)
             if id(weight) in weight_ids:
-                use = Use(weight, node, _USES.get((name, position), ""), is_transposed)
-                if _is_plain(use):
-                    uses.append(use)
-                else:
-                    used_otherwise.add(id(weight))
+                uses.append(Use(weight, node, _USES.get((name, position), ""), is_transposed))
+    used_otherwise = {id(use.weight) for use in uses if not _is_plain(use)}
     return [use for use in uses if id(use.weight) not in used_otherwise]
 
 

@@ -1,16 +1,15 @@
 """`loss_scaled`: a dynamic loss scale around an optimizer, for gradients in float16."""
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
-from funcga._backend import Backend
+from funcga._backend import Arrays
 from funcga._backend.dispatch import backend_of
-from funcga._fold import LEAST32, check_quantity, is_quantity
+from funcga._fold import LEAST32, check_quantity
 from funcga._transform import DonatingTransform, Traits, Transform, wrapped_transform
 from funcga._transform.apply import Step, UpdateFunction, traits_of
-from funcga._types import Array, Structure, Tree
-from funcga.errors import FuncgaError
+from funcga._types import Array, Tree
+from funcga.errors import check_count
 from funcga.tools.finite import finite
 
 
@@ -73,7 +72,7 @@ def loss_scaled(
             loses nothing.
         growth_factor: A number above 1.
         backoff_factor: A number between 0 and 1.
-        growth_interval: An int from 1 to 2**31 - 1.
+        growth_interval: An int of at least 1.
         across: Replicas that hold different parts of the gradients, as those of FSDP1, or of a
             reduce-scatter in JAX, so that they skip a window together; as in `accumulate`. Merged
             gradients, and DTensors, need none.
@@ -82,8 +81,7 @@ def loss_scaled(
         A transform (init, update), whose state is a LossScaledState.
 
     Raises:
-        FuncgaError: A number is out of its range. `update` raises it for a state that is no
-            LossScaledState.
+        FuncgaError: A number is out of its range.
 
     Example:
         >>> params = {"w": jnp.ones(2, "float16")}
@@ -95,28 +93,17 @@ def loss_scaled(
         >>> loss, grads = gradient(params, jnp.ones(2, "float16"), loss_scale=state.inner.scale)
         >>> updates, state = tx.update(grads, state, params)
     """
-    above = "a finite number above {}, in float32"
-    check_quantity("init_scale", init_scale, "65536.0", above.format(0), least=LEAST32, most=_MOST)
-    check_quantity("growth_factor", growth_factor, "2.0", above.format(1), least=1, most=_MOST)
-    check_quantity(
-        "backoff_factor",
-        backoff_factor,
-        "0.5",
-        "a number between 0 and 1, in float32",
-        most=_BELOW_1,
-    )
-    if not (isinstance(growth_interval, int) and is_quantity(growth_interval, most=2**31 - 1)):
-        raise FuncgaError(
-            f"growth_interval is {growth_interval!r}: it must be an int from 1 to 2**31 - 1, such "
-            "as growth_interval=2000."
-        )
+    above_1, share = "a finite number above 1", "a number between 0 and 1"
+    check_quantity("init_scale", init_scale, "65536.0", least=LEAST32, most=_MOST)
+    check_quantity("growth_factor", growth_factor, "2.0", above_1, least=1, most=_MOST)
+    check_quantity("backoff_factor", backoff_factor, "0.5", share, most=1 - 2.0**-53)
+    interval = check_count(growth_interval, "growth_interval")
     numbers = float(init_scale), float(growth_factor), float(backoff_factor)
-    update = _ScaledUpdate(wrapped_transform(tx), *numbers, growth_interval, across)
+    update = _ScaledUpdate(wrapped_transform(tx), *numbers, interval, across)
     return DonatingTransform(update.init, update)
 
 
-# The largest power of two in float32, and the largest number below 1.
-_MOST, _BELOW_1 = 2.0**127, 1 - 2.0**-53
+_MOST = 2.0**127  # the largest power of two in float32
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,9 +126,10 @@ class _ScaledUpdate(UpdateFunction):
         """The state before the first update."""
         backend = backend_of([params], lambda: ["params"])
         arrays = backend.arrays
-        scale = arrays.cast(arrays.as_array(self.init_scale), arrays.as_dtype("float32"))
+        scale = arrays.cast(self.init_scale, arrays.as_dtype("float32"))
+        growth, skipped = (arrays.cast(0, arrays.xp.int32) for _ in range(2))
         inner = self.tx.init(backend.transforms.widened(params)[0])
-        return LossScaledState(inner, scale, *(arrays.cast(0, arrays.xp.int32) for _ in range(2)))
+        return LossScaledState(inner, scale, growth, skipped)
 
     def stepped(
         self,
@@ -155,69 +143,50 @@ class _ScaledUpdate(UpdateFunction):
         """(result, state). If a gradient is not finite: zeros, or unchanged params, and a
         smaller scale.
         """
-        if not isinstance(state, LossScaledState):
-            raise FuncgaError(
-                f"the state is of type {type(state).__name__}, and that of loss_scaled is a "
-                "LossScaledState: state = tx.init(params); updates, state = tx.update(grads, "
-                "state, params)."
-            )
-        # Tested while scaled, and divided only if finite.
         backend = backend_of([state.scale, grads], lambda: ["state", "grads"])
         leaves, structure = backend.trees.flatten(grads)
-        finite = backend.arrays.scalar(self._is_finite(leaves, backend))
-        step = Step(self.tx, backend, owned, into)
-        run = partial(_run_unscaled, step, structure)
-        given = leaves, state.scale, extra
-        result, inner, used = step.when(finite, run, state.inner, params, given, grads)
-        return result, self._adjusted(state, inner, backend.arrays.as_array(used), backend)
-
-    def _is_finite(self, leaves: list[Array], backend: Backend) -> Array:
-        """Whether the gradients are finite, on all replicas."""
+        # Tested while scaled, and divided only if finite.
         is_finite = finite(leaves, backend)
-        if self.across is None:
-            return is_finite
-        # All replicas skip the window if any has a gradient that is not finite.
-        infinite = backend.arrays.cast(~is_finite, backend.arrays.as_dtype("float32"))
-        return (
-            backend.replicas.summed(infinite, leaves, backend.replicas.replicas_of(self.across))
-            == 0
-        )
+        if self.across is not None:
+            # All replicas skip the window if any has a gradient that is not finite.
+            infinite = backend.arrays.cast(~is_finite, backend.arrays.as_dtype("float32"))
+            replicas = backend.replicas.replicas_of(self.across)
+            is_finite = backend.replicas.summed(infinite, leaves, replicas) == 0
+        step, scaled = Step(self.tx, backend, owned, into), backend.states.scaled
+
+        def run(inner: Tree, params: Tree, given: tuple[Any, ...]) -> tuple[Tree, Tree]:
+            leaves, scale, extra = given
+            scale = backend.arrays.scalar(scale)
+            # In at least 32 bits.
+            wide, _ = backend.transforms.widened(leaves)
+            unscaled = scaled(wide, 1.0 / scale, owned)
+            try:
+                grads = backend.trees.unflatten(structure, unscaled)
+                return step.run(inner, params, (grads, extra))
+            except Exception:
+                # Restore gradients that were divided in place.
+                if owned:
+                    scaled(unscaled, scale, donate=True)
+                raise
+
+        given = leaves, state.scale, extra
+        is_finite = backend.arrays.scalar(is_finite)
+        result, inner, used = step.when(is_finite, run, state.inner, params, given, grads)
+        return result, self._adjusted(state, inner, backend.arrays.as_array(used), backend.arrays)
 
     def _adjusted(
-        self, state: LossScaledState, inner: Tree, used: Array, backend: Backend
+        self, state: LossScaledState, inner: Tree, used: Array, arrays: Arrays
     ) -> LossScaledState:
         """The state after a window that was used or skipped: its scale grows, backs off or
         stays.
         """
         # Selected by `where`, as the host may not see whether the window was used.
-        xp = backend.arrays.xp
-        zero = backend.arrays.cast(0, xp.int32)
-        growth = state.growth + 1
-        grown, smaller = state.scale * self.growth_factor, state.scale * self.backoff_factor
-        # Never 0.
-        smaller = xp.where(smaller > LEAST32, smaller, LEAST32)
-        # The scale stays if it would become infinite.
+        xp, growth = arrays.xp, state.growth + 1
+        grown = state.scale * self.growth_factor
+        # It stays if it would become infinite, or 0.
         grows = (growth == self.growth_interval) & xp.isfinite(grown)
+        smaller = xp.clip(state.scale * self.backoff_factor, LEAST32)
         scale = xp.where(used, xp.where(grows, grown, state.scale), smaller)
-        growth = xp.where(used & (growth < self.growth_interval), growth, zero)
-        return LossScaledState(
-            inner, scale, growth, state.skipped + backend.arrays.cast(~used, zero.dtype)
-        )
-
-
-def _run_unscaled(
-    step: Step, structure: Structure, inner: Tree, params: Tree, given: tuple[Any, ...]
-) -> tuple[Tree, Tree]:
-    """(result, state) of a step from unscaled gradients."""
-    leaves, scale, extra = given
-    scale, scaled = step.backend.arrays.scalar(scale), step.backend.states.scaled
-    # In at least 32 bits.
-    wide, _ = step.backend.transforms.widened(leaves)
-    unscaled = scaled(wide, 1.0 / scale, step.owned)
-    try:
-        return step.run(inner, params, (step.backend.trees.unflatten(structure, unscaled), extra))
-    except Exception:
-        # Restore gradients that were divided in place.
-        if step.owned:
-            scaled(unscaled, scale, donate=True)
-        raise
+        growth = xp.where(used & (growth < self.growth_interval), growth, 0)
+        skipped = state.skipped + arrays.cast(~used, xp.int32)
+        return LossScaledState(inner, scale, growth, skipped)

@@ -7,7 +7,7 @@ end the observer gets their fold, and the same measure of the gradient that the 
 gradient is stored, copied or read twice.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -55,9 +55,8 @@ class Observers:
         if known != dtypes or readings is None:
             # A gradient function of funcga says which part the gradient is. It is the one that was
             # given: the loop may have made another of it.
-            gradient_in = getattr(self.grad_fn, "gradient_in", None)
-            if gradient_in is None:
-                gradient_in = partial(_locate, leaves, arguments.parts[0].value, backend)
+            locate = partial(_locate, leaves, arguments.parts[0].value, backend)
+            gradient_in = getattr(self.grad_fn, "gradient_in", locate)
             readings = Readings(self, program.fold, value, gradient_in, backend)
             self.known[structure] = dtypes, readings
         return readings
@@ -137,10 +136,6 @@ class Readings:
         self.measures = [*dict.fromkeys(observer.measure for observer in self.observers)]
         self.are_norms = self.measures == [squared_norm]
 
-    def of_gradient(self, *window: Any) -> Any:
-        """A gradient function of torch, observed in a window."""
-        return self.tool.ObservedGradient(self, *window)
-
     def placeholders(self, like: Array) -> Tree:
         """Zeros in place of measures, on the device of `like`."""
         zero = self.arrays.xp.zeros_like(like, dtype=self.dtype).reshape(-1)[:1]
@@ -198,7 +193,7 @@ class Readings:
         measures = measures.reshape(len(self.indices), -1)
         for observer, groups in zip(self.observers, self.groups, strict=True):
             column = measures[:, self.measures.index(observer.measure)]
-            if [*map(len, groups.values())] == [len(self.indices)]:
+            if observer.groups is None:
                 vectors.append(column.sum()[None])
             else:
                 numbers = [*column]
@@ -212,8 +207,7 @@ class Readings:
         """The observation of a finished window: `folded` are the results of the measures."""
         (factor,), trees, xp = folded[0], self.backend.trees, self.arrays.xp
         results = self._vectors([*folded, *trees.flatten(value)[0]], {})
-        if self.arrays.is_array(loss_scale):
-            loss_scale = self.arrays.cast(loss_scale, self.dtype)
+        loss_scale = self.arrays.cast(loss_scale, self.dtype)
         divisor = xp.where(factor == 0, 1, factor)  # of a window that weighs nothing
         observations = list[Tree]()
         for observer, groups, of_microbatches, result in zip(
@@ -276,20 +270,22 @@ def _locate(leaves: Sequence[Any], params: Tree, backend: Backend, numbered: Tre
         for child in tree if isinstance(tree, tuple | list) else ():
             yield from parts(child)
 
-    def look(tree: Tree, leaf_at: Callable[[Any], Any]) -> object:
-        indices, structure = backend.trees.flatten(tree)
-        return structure, [getattr(leaf_at(index), "shape", None) for index in indices]
+    def shapes(leaves: Iterable[Any]) -> list[object]:
+        return [getattr(leaf, "shape", None) for leaf in leaves]
 
-    wanted = look(params, lambda leaf: leaf)
-    found = [part for part in parts(numbered) if look(part, leaves.__getitem__) == wanted]
-    if len(found) == 1:
-        return found[0]
-    which = "more than one part" if found else "no part"
-    raise FuncgaError(
-        f"observe= was given, and {which} of what grad_fn returns looks like its first argument, "
-        "as a gradient does. Write grad_fn as funcga.value_and_grad(loss_fn), which says where the "
-        "gradient is."
-    )
+    wanted, structure = backend.trees.flatten(params)
+    found = []
+    for part in parts(numbered):
+        indices, its_structure = backend.trees.flatten(part)
+        if its_structure == structure and shapes(leaves[i] for i in indices) == shapes(wanted):
+            found.append(part)
+    if len(found) != 1:
+        raise FuncgaError(
+            "observe= was given, and no part, or more than one part, of what grad_fn returns looks "
+            "like its first argument, as a gradient does. Write grad_fn as "
+            "funcga.value_and_grad(loss_fn), which says where the gradient is."
+        )
+    return found[0]
 
 
 # --- multi_steps

@@ -21,10 +21,11 @@ _LONG = 2**16
 
 def rows(readings: Readings, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The measures of arrays, each over all of its shards, on the device of the first."""
+    leaves = [*map(arrays.strided, leaves)]
     is_plain = leaves and not arrays.in_transform() and not any(map(is_dtensor, leaves))
     if not (readings.are_norms and is_plain):
-        return measured(readings.row, [*map(arrays.strided, leaves)])
-    real = [_real(arrays.strided(leaf), readings.dtype) for leaf in leaves]
+        return measured(readings.row, leaves)
+    real = [_real(leaf, readings.dtype) for leaf in leaves]
     norms = torch._foreach_norm(real, 2, dtype=readings.dtype)
     squares = torch._foreach_mul(norms, norms)
     return [square.to(leaves[0].device) for square in squares]

@@ -68,9 +68,8 @@ class _Chain(UpdateFunction):
     @property
     def traits(self) -> Traits:
         """What it says of itself."""
-        first, *others = map(traits_of, self.links)
-        takes_weight = any(traits.takes_weight for traits in (first, *others))
-        return Traits(first.scales, takes_weight)
+        traits = [*map(traits_of, self.links)]
+        return Traits(traits[0].scales, any(each.takes_weight for each in traits))
 
     def init(self, params: Tree) -> tuple[Tree, ...]:
         """The state before the first update."""

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -128,18 +127,19 @@ class _Update(UpdateFunction):
         """The state before the first update: zeros like all that a step keeps."""
         check_not_differentiated("an optimizer of torch", params)
         leaves, structure = trees.flatten(params)
-        tree = partial(trees.unflatten, structure)
         zeros = [None if leaf is None else torch.zeros_like(leaf.detach()) for leaf in leaves]
+        like = trees.unflatten(structure, zeros)
         state = OptimizerState(
             arrays.cast(0, torch.int32),
-            tree([{} for _ in leaves]),
+            trees.unflatten(structure, [{} for _ in leaves]),
             torch.zeros(len(leaves), dtype=torch.bool, device="cpu"),
             arrays.cast(0, torch.float32),
         )
         # Zeros are parameters and gradients at once: this takes no more than one copy of them.
-        _, after = self.stepped(False, True, tree(zeros), state, tree(zeros), {"weight": 1.0})
+        _, after = self.stepped(False, True, like, state, like, {"weight": 1.0})
         slots = matched(after.slots, params, "slots")
-        return state._replace(slots=tree(pytree.tree_map_only(torch.Tensor, torch.zero_, slots)))
+        pytree.tree_map_only(torch.Tensor, torch.zero_, slots)
+        return state._replace(slots=after.slots)
 
     def stepped(
         self,
@@ -244,12 +244,12 @@ def _subtract(
     tensors: list[torch.Tensor], before: list[torch.Tensor], grads: list[torch.Tensor | None]
 ) -> None:
     """Makes the updates of the parameters after a step, in their memory."""
-    moved = [index for index, grad in enumerate(grads) if grad is not None]
+    triples = [*zip(tensors, before, grads, strict=True)]
+    moved = [(tensor, old) for tensor, old, grad in triples if grad is not None]
     if moved:
-        pairs = [(tensors[index], before[index]) for index in moved]
-        torch._foreach_sub_(*map(local_tensors, zip(*pairs, strict=True)))
+        torch._foreach_sub_(*map(local_tensors, zip(*moved, strict=True)))
     # One that was skipped is not subtracted: an infinite parameter less itself is NaN.
-    for tensor, grad in zip(tensors, grads, strict=True):
+    for tensor, _, grad in triples:
         if grad is None:
             tensor.zero_()
 

@@ -29,7 +29,7 @@ from torch_backend.arrays import recording, recording_loss
 from torch_backend.modules.checks import check_not_wrapped
 from torch_backend.reduce import Reduction
 from torch_backend.reduce.header import nothing_to_fold
-from torch_backend.replicas import Replicas, channel_of, check_alike
+from torch_backend.replicas import Replicas, check_alike
 from torch_backend.wrapped.ddp import DDP, assigned
 from torch_backend.wrapped.window import WrappedGradient, WrappedWindow
 
@@ -134,7 +134,7 @@ class ScheduledWindow(WrappedWindow):
         # schedule is built.
         at_least = max(pipeline.count, pipeline.stages[0].num_stages)
         missing = (self.count or max(len(microbatches), at_least)) - len(microbatches)
-        inputs = [self._inputs(each.weight, each.inputs) for each in microbatches]
+        inputs = [self._inputs(each) for each in microbatches]
         inputs += [inputs[0]] * missing
         loss = partial(self._loss, microbatches, len(self.values))
         masks: AbstractContextManager[None] = nullcontext()
@@ -151,17 +151,15 @@ class ScheduledWindow(WrappedWindow):
         """Whether the host knows that a micro-batch of this weight is a part of the result."""
         return weight is not None and bool(weight or not self.stands_in)
 
-    def _inputs(
-        self, weight: Scalar | None, inputs: tuple[torch.Tensor, ...]
-    ) -> tuple[torch.Tensor, ...]:
-        """The inputs of a micro-batch of this weight; a row that counts, or one of zeros, in the
-        place of each of its rows if it does not.
+    def _inputs(self, microbatch: Microbatch) -> tuple[torch.Tensor, ...]:
+        """The inputs of a micro-batch; a row that counts, or one of zeros, in the place of each of
+        its rows if it does not count.
         """
-        if self._counts(weight):
+        inputs, rows = microbatch.inputs, self.row or ()
+        if self._counts(microbatch.weight):
             return inputs
-        rows = [] if self.row is None else [*self.row]
         if [row.shape[1:] for row in rows] != [part.shape[1:] for part in inputs]:
-            rows = [part.new_zeros((1, *part.shape[1:])) for part in inputs]
+            rows = tuple([part.new_zeros((1, *part.shape[1:])) for part in inputs])
         return tuple([row.expand_as(part) for part, row in zip(inputs, rows, strict=True)])
 
     def _together(self, needed: bool) -> bool:
@@ -172,7 +170,7 @@ class ScheduledWindow(WrappedWindow):
         """
         wrapper = self.wrapper
         for group in wrapper.groups[0] if wrapper.in_step else ():
-            channel = channel_of(group)
+            channel = Replicas(group).channel
             channel.send_owed()
             needed = any(channel.all_gather(needed))
         return needed
@@ -233,7 +231,7 @@ class ScheduledWindow(WrappedWindow):
             sent = f"{type(error).__name__}: {error}"
         elif pipeline.has_last:
             sent = _moved(values, torch.device("cpu"))
-        said = channel_of(pipeline.group).all_gather(([*map(float, self.weights)], sent))
+        said = Replicas(pipeline.group).channel.all_gather(([*map(float, self.weights)], sent))
         if error is not None:
             raise error
         last, received = next(

@@ -17,7 +17,7 @@ from importlib import import_module
 from typing import Any
 
 from funcga._backend import Backend
-from funcga._call import Memory, Program, read_program, step_program
+from funcga._call import Program, read_program, step_program
 from funcga._types import GradFn, Tree
 from funcga.errors import FuncgaError
 from funcga.folds import mean
@@ -26,7 +26,7 @@ from funcga.tools.reports.tables import text_table
 
 def side(backend: Backend) -> Any:
     """The module of a framework, which measures the memory of a window without running it. Both
-    have the same functions.
+    have the same functions; JAX's also counts the rows of a device, for replicated steps.
     """
     return import_module(f"funcga.tools.plan.in_{backend.name}")
 
@@ -207,7 +207,7 @@ def planned(
     def window(program: Program) -> Callable[..., Tree]:
         if job is None:
             return backend.loop.accumulate(program, backend)
-        step: Callable[..., Tree] = replace(job, program=program, memory=Memory()).passes(backend)
+        step: Callable[..., Tree] = job.of(program, job.gradient, None).passes(backend)
         return step
 
     def measure(n: int) -> dict[str, int]:
@@ -218,7 +218,8 @@ def planned(
                 measured[n]["state"] = own.nbytes(state)
         return measured[n]
 
-    rows = own.rows(program, args, backend)
+    is_replicated = program.on_each is not None
+    rows = own.rows(program, args, backend) if is_replicated else program.read(args, backend).rows()
     if memory is None:
         memory = _free_memory(backend, (args, kwargs, state), measure(1))
     n, fits = smallest_that_fits(measure, rows, memory)
@@ -226,8 +227,7 @@ def planned(
         k: PlanRow(k, _size(rows, k), sum(parts.values()), sum(parts.values()) <= memory, parts)
         for k, parts in sorted(measured.items())
     }
-    has_line = n > 1 and len(table) > 1
-    whole = _whole_batch([*table.values()], rows, memory) if has_line else None
+    whole = _whole_batch([*table.values()], rows, memory)
     best = vars(table[n]) | {"n": n if fits else None}
     return Plan(**best, memory=memory, rows=tuple(table.values()), whole_batch=whole)
 
@@ -275,8 +275,10 @@ def _size(rows: int, n: int) -> int:
 
 
 def _whole_batch(table: list[PlanRow], rows: int, memory: int) -> int | None:
-    """About how many rows fit without accumulation, by the line between the peaks of two n."""
-    first, second, last = table[0], table[1], table[-1]
+    """About how many rows fit without accumulation, by the line between the peaks of two n; None
+    if they are not there.
+    """
+    first, second, last = table[0], table[:2][-1], table[-1]
     more_rows = second.microbatch_size - last.microbatch_size
     bytes_of_row = (second.peak_bytes - last.peak_bytes) / max(1, more_rows)
     if bytes_of_row <= 0:

@@ -21,43 +21,40 @@ def is_shape(leaf: Any) -> bool:
 
 
 def rows(program: Program, args: tuple[Tree, ...], backend: Backend) -> int:
-    """The number of rows of the arguments of a call."""
+    """The number of rows that each device has of the arguments of a replicated step."""
     found: list[int] = []
 
     def count(args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> None:
         found.append(program.read(args, backend).rows())
 
-    arrays, rebuilt = _partition((args, {}))
-    on_each = program.on_each  # then they are those of one device
-    function = count if on_each is None else partial(on_each, count, out_specs=None)
-    jax.eval_shape(lambda arrays: function(*rebuilt(arrays)), arrays)
+    static, arrays = trees.partition((args, {}))
+    on_each = partial(program.on_each, count, out_specs=None)
+    jax.eval_shape(lambda arrays: on_each(*static.tree(arrays)), arrays)
     return found[0]
 
 
 def nbytes(tree: Tree) -> int:
     """The bytes of the arrays of a tree; shared memory is counted once."""
-    return sum({id(leaf): _size(leaf) for leaf in _partition(tree)[0]}.values())
+    return sum({id(leaf): _size(leaf) for leaf in trees.partition(tree)[1]}.values())
 
 
 def _size(leaf: Any) -> int:
     """The bytes of an array, or of its part on one device if it is cut among several."""
-    is_of_jax = isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
-    sharding = leaf.sharding if is_of_jax else None
+    sharding = getattr(leaf, "sharding", None)
     shape = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
     return int(math.prod(shape)) * int(leaf.dtype.itemsize)
 
 
 def free_memory(tree: Tree) -> int | None:
     """The free bytes on the device of these arrays; None for the host."""
-    held = [leaf for leaf in _partition(tree)[0] if isinstance(leaf, jax.Array)]
+    held = [leaf for leaf in trees.flatten(tree)[0] if isinstance(leaf, jax.Array)]
     devices = {device for leaf in held for device in leaf.devices()} or {*jax.local_devices()[:1]}
     stats = [device.memory_stats() for device in devices if device.platform != "cpu"]
     return min([each["bytes_limit"] - each["bytes_in_use"] for each in stats if each], default=None)
 
 
-def is_compiling() -> bool:
-    """Whether the call belongs to a program that is being compiled."""
-    return is_tracing()
+is_compiling = is_tracing
+"""Whether the call belongs to a program that is being compiled."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -74,25 +71,13 @@ def peak(
     backend: Backend,
 ) -> dict[str, int]:
     """The peak memory of `window(program)(args, kwargs)`, in bytes by what they are."""
-    step, (arrays, rebuilt) = window(replace(program, memory=Memory())), _partition((args, kwargs))
+    step = window(replace(program, memory=Memory()))
     function = step if program.on_each is None else partial(program.on_each, step)
-    jitted = jax.jit(lambda arrays: function(*rebuilt(arrays)), keep_unused=True)
+    static, arrays = trees.partition((args, kwargs))
+    jitted = jax.jit(lambda arrays: function(*static.tree(arrays)), keep_unused=True)
     sizes: Any = jitted.lower(arrays).compile().memory_analysis()
     return {
         "arguments": sizes.argument_size_in_bytes,
         "results": sizes.output_size_in_bytes - sizes.alias_size_in_bytes,
         "temporaries": sizes.temp_size_in_bytes,
     }
-
-
-def _partition(tree: Tree) -> tuple[list[Any], Callable[[list[Any]], Tree]]:
-    """(the arrays of a tree, which may be shapes; a function that puts others in their places)."""
-    leaves, structure = trees.flatten(tree)
-    places = [index for index, leaf in enumerate(leaves) if hasattr(leaf, "shape")]
-
-    def rebuilt(arrays: list[Any]) -> Tree:
-        by_place = dict(zip(places, arrays, strict=True))
-        merged = [by_place.get(index, leaf) for index, leaf in enumerate(leaves)]
-        return trees.unflatten(structure, merged)
-
-    return [leaves[index] for index in places], rebuilt

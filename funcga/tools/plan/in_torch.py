@@ -38,11 +38,6 @@ def is_shape(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.device.type == "meta"
 
 
-def rows(program: Program, args: tuple[Tree, ...], backend: Backend) -> int:
-    """The number of rows of the arguments of a call."""
-    return program.read(args, backend).rows()
-
-
 def nbytes(tree: Tree) -> int:
     """The bytes of the arrays of a tree; shared memory is counted once."""
     return sum(_sizes(trees.flatten(tree)[0]).values())
@@ -60,9 +55,8 @@ def free_memory(tree: Tree) -> int | None:
     return min(free, default=None)
 
 
-def is_compiling() -> bool:
-    """Whether the call belongs to a program that is being compiled."""
-    return torch.compiler.is_compiling()
+is_compiling = torch.compiler.is_compiling
+"""Whether the call belongs to a program that is being compiled."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -106,9 +100,7 @@ def peak(
         params = _sizes(trees.flatten((whole, kwargs))[0])
         follower = _Follower({**params, **batch}, wrapper.held)
         args, n = _first(program, arguments, args, isinstance(owner, WrappedGradient))
-        step = window(
-            replace(program, n=n, microbatch_size=None, memory=Memory(program.memory.step))
-        )
+        step = window(replace(program, n=n, memory=Memory(program.memory.step)))
         try:
             with (
                 torch.random.fork_rng(devices=[]),
@@ -249,11 +241,8 @@ class _Fakes:
             self.made[id(leaf)] = leaf, fake
             # What others have set on a parameter they look for on its stand-in.
             for name, value in vars(leaf).items() if isinstance(leaf, torch.nn.Parameter) else ():
-                attribute = (
-                    [*map(self.of_leaf, value)]
-                    if type(value) in (list, tuple)
-                    else self.of_leaf(value)
-                )
+                is_list = type(value) in (list, tuple)
+                attribute = [*map(self.of_leaf, value)] if is_list else self.of_leaf(value)
                 vars(fake).setdefault(name, attribute)
         return self.made[id(leaf)][1]
 
@@ -281,11 +270,9 @@ class _Fakes:
         """
         before: dict[int, tuple[Any, Any]] = {}
         for attributes in map(vars, holders):
-            for table in (
-                attributes,
-                *[each for each in attributes.values() if isinstance(each, dict | list)],
-            ):
-                before[id(table)] = table, table.copy()
+            for table in (attributes, *attributes.values()):
+                if isinstance(table, dict | list):
+                    before[id(table)] = table, table.copy()
         try:
             for table, saved in before.values():
                 for key, value in saved.items() if isinstance(table, dict) else enumerate(saved):
@@ -300,16 +287,11 @@ class _Fakes:
 
 @dataclass(eq=False)
 class _Block:
-    """Memory that was allocated: what for, when, and when it was freed.
-
-    `names` has the name that a wrapper has for it, if any; all blocks that a storage had in turn
-    share it.
-    """
+    """Memory that was allocated: what for, when, and when it was freed."""
 
     size: int
     kind: str
     born: int
-    names: list[str]
     died: float = math.inf
 
 
@@ -324,7 +306,8 @@ class _Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.known, self.held = known, held
         self.outside = {**known}  # the bytes of storages that are used, and were there before
-        self.live: dict[int, _Block] = {}  # the last block of every storage
+        # The blocks that every storage has had in turn: the last one is not freed yet.
+        self.live: dict[int, list[_Block]] = {}
         self.blocks: list[_Block] = []
         self.deltas: list[int] = []  # of every allocation, and of every end
         self.in_backward = False
@@ -366,43 +349,40 @@ class _Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _follow(self, storage: Any, size: int) -> None:
         """Notes the size of a storage that is new, or has another size than before."""
-        last, names = self.live.get(id(storage)), list[str]()
-        if last is None:
-            weakref.finalize(storage, self._ended, id(storage)).atexit = False
+        if id(storage) in self.live:
+            self._freed(self.live[id(storage)])
         else:
-            self._freed(last)
-            names = last.names
+            weakref.finalize(storage, self._ended, id(storage)).atexit = False
         kind = "gradients" if _private.graph_task() != -1 else "activations"
-        self.live[id(storage)] = block = _Block(size, kind, len(self.deltas), names)
+        block = _Block(size, kind, len(self.deltas))
+        self.live.setdefault(id(storage), []).append(block)
         self.blocks.append(block)
         self.deltas.append(size)
 
     def _ended(self, key: int) -> None:
         self._freed(self.live.pop(key))
 
-    def _freed(self, block: _Block) -> None:
-        block.died = len(self.deltas)
-        self.deltas.append(-block.size)
+    def _freed(self, blocks: list[_Block]) -> None:
+        blocks[-1].died = len(self.deltas)
+        self.deltas.append(-blocks[-1].size)
 
     def _noted(self) -> None:
         """Notes what is held at the end of a backward pass: it is the sums and the results."""
-        for block in self.live.values():
-            block.kind = "sums"
-        for name, tensors in self.held().items():
-            for _, storage in _storages(tensors):
-                if id(storage) in self.live:
-                    self.live[id(storage)].names[:] = [name]
+        names = {id(s): name for name, each in self.held().items() for _, s in _storages(each)}
+        for key, blocks in self.live.items():
+            blocks[-1].kind = "sums"
+            for block in blocks if key in names else ():
+                block.kind = names[key]
 
     def at_peak(self) -> dict[str, int]:
         """The bytes of every kind when most are held."""
-        for block in self.live.values():
-            block.kind = "sums"
+        self._noted()
         totals = [*itertools.accumulate(self.deltas)]
         when = max(range(len(totals)), key=totals.__getitem__, default=0)
         bytes_of = dict.fromkeys(("sums", "activations", "gradients", *self.held()), 0)
         for block in self.blocks:
             if block.born <= when < block.died:
-                bytes_of[block.names[0] if block.names else block.kind] += block.size
+                bytes_of[block.kind] += block.size
         return bytes_of
 
     def used_besides(self) -> dict[int, int]:

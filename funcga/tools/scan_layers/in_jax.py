@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial, reduce
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -23,14 +23,15 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 from funcga._fold.outputs import Outputs
-from funcga._types import Dtype, Reduced, Tree
+from funcga._types import Dtype, Tree
 from funcga.tools.scan_layers import programs_in_jax as jaxprs
-from jax_backend.arrays import as_varying, varying_axes
+from jax_backend.arrays import manual_axes, settle_types, varying_axes
 from jax_backend.loop import Into, Leaves, Traced, Weighed
 
 if TYPE_CHECKING:
-    from jax.core import ShapedArray
-    from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+    from jax.extend.core import Jaxpr, JaxprEqn, Var
+
+Values: TypeAlias = "dict[Var, Tree]"
 
 
 def folding(outputs: Outputs, traced: Traced, readings: Any) -> Callable[..., Leaves | None] | None:
@@ -41,27 +42,26 @@ def folding(outputs: Outputs, traced: Traced, readings: Any) -> Callable[..., Le
     tally. `fold` returns None for operands of other types.
     """
     program, (value, tally_type) = traced.program, traced.types
-    elementwise = {
-        leaf_index
-        for leaf_index, fold in outputs.reduced.items()
-        if fold.fold.reducer.elementwise
-        # A reducer may treat a leaf without axes, as a row would be here, in another way.
-        and (not fold.fold.reducer.per_element or len(program.out_avals[leaf_index].shape) > 1)
-    }
-    stacked = [leaf_index for leaf_index in _stacks(program.jaxpr) if leaf_index in elementwise]
+    avals, count = program.out_avals, len(outputs.folds)
     # If structure or types differ, `outputs.leaves` raises the error, or reorders.
-    if (
-        not stacked
-        or jax.tree.structure(value) != outputs.structure
-        or any(
-            (outputs.shapes[leaf_index], outputs.dtypes[leaf_index])
-            != (program.out_avals[leaf_index].shape, program.out_avals[leaf_index].dtype)
-            for leaf_index in stacked
-        )
-    ):
+    is_alike = jax.tree.structure(value) == outputs.structure and all(
+        (avals[leaf_index].shape, avals[leaf_index].dtype)
+        == (outputs.shapes[leaf_index], outputs.dtypes[leaf_index])
+        for leaf_index in outputs.reduced
+    )
+    folds = outputs.reduced if is_alike else {}
+    reducers = {leaf_index: fold.fold.reducer for leaf_index, fold in folds.items()}
+    stacked = [
+        leaf_index
+        for leaf_index in _stacks(program.jaxpr)
+        if leaf_index in reducers
+        and reducers[leaf_index].elementwise
+        # A reducer may treat a leaf without axes, as a row would be here, in another way.
+        and (not reducers[leaf_index].per_element or avals[leaf_index].ndim > 1)
+    ]
+    if not stacked:
         return None
-    paths, count = outputs.paths(), len(outputs.folds)
-    of_tally = jax.tree.structure(tally_type)
+    paths, of_tally = outputs.paths(), jax.tree.structure(tally_type)
     observed = () if readings is None else readings.indices
 
     def fold(weigh: Callable[[Tree], Weighed], *operands: Tree) -> Leaves | None:
@@ -78,17 +78,17 @@ def folding(outputs: Outputs, traced: Traced, readings: Any) -> Callable[..., Le
         # Where the first stack is made: a micro-batch is weighed before its gradient is computed.
         @cache
         def weighed() -> Weighed:
-            tally = [
-                jnp.asarray(_read(values, variable)) for variable in program.jaxpr.outvars[count:]
-            ]
+            tally = [jnp.asarray(_read(values, each)) for each in program.jaxpr.outvars[count:]]
             return weigh(jax.tree.unflatten(of_tally, tally))
 
-        def part_of(leaf_index: int) -> _Part:
-            is_observed = leaf_index in observed
-            into = lambda: weighed().into[leaf_index]
-            return _Part(into, paths[leaf_index], readings if is_observed else None)
-
-        parts = {leaf_index: part_of(leaf_index) for leaf_index in stacked}
+        parts = {
+            leaf_index: _Part(
+                lambda leaf_index=leaf_index: weighed().into[leaf_index],  # type: ignore[misc]
+                paths[leaf_index],
+                readings if leaf_index in observed else None,
+            )
+            for leaf_index in stacked
+        }
         leaves = _evaluate(program.jaxpr, program.consts, args, parts, values)[:count]
         measures = {}
         for leaf_index in stacked:
@@ -146,7 +146,7 @@ def _marks(jaxpr: "Jaxpr") -> Iterator[str]:
 class _Stack(NamedTuple):
     variable: "Var"  # what the scan stacks
     # the dtypes that it is cast to, in order, before it is an output
-    casts: tuple[Dtype, ...]
+    casts: tuple[Dtype, ...] = ()
 
 
 def _stacks(jaxpr: "Jaxpr") -> dict[int, _Stack]:
@@ -154,16 +154,19 @@ def _stacks(jaxpr: "Jaxpr") -> dict[int, _Stack]:
     # Effects, such as prints, would be reordered.
     if jaxprs.has_effects(jaxpr):
         return {}
-    stacks: dict[Var, _Stack] = {}
+    stacks: dict[Any, _Stack] = {}
     # How often each variable is read.
     operands = chain(jaxpr.outvars, *(equation.invars for equation in jaxpr.eqns))
     reads = Counter(variable for variable in operands if not isinstance(variable, jaxprs.Literal))
     # In order, as stacks may be cast before they are outputs.
     for equation in jaxpr.eqns:
-        if equation.primitive.name in ("scan", "jit"):
-            stacks |= {variable: _Stack(variable, ()) for variable in _stacked(equation)}
-        elif equation.primitive.name == "convert_element_type":
-            _note_cast(equation, reads, stacks)
+        stacks |= {variable: _Stack(variable) for variable in _stacked(equation)}
+        if equation.primitive.name == "convert_element_type" and not _reshards(equation):
+            operand: Any = equation.invars[0]
+            if reads[operand] == 1 and operand in stacks:
+                stack = stacks[operand]
+                casts = *stack.casts, equation.params["new_dtype"]
+                stacks[equation.outvars[0]] = stack._replace(casts=casts)
     return {
         leaf_index: stacks[variable]
         for leaf_index, variable in enumerate(jaxpr.outvars)
@@ -171,21 +174,14 @@ def _stacks(jaxpr: "Jaxpr") -> dict[int, _Stack]:
     }
 
 
-def _note_cast(equation: "JaxprEqn", reads: Mapping[Any, int], stacks: "dict[Any, _Stack]") -> None:
-    """Records the cast of a stack, if nothing else reads the stack."""
-    (operand,), (result,) = equation.invars, equation.outvars
-    if reads[operand] == 1 and operand in stacks and not _reshards(equation):
-        stack = stacks[operand]
-        stacks[result] = stack._replace(casts=(*stack.casts, equation.params["new_dtype"]))
-
-
 def _stacked(equation: "JaxprEqn") -> "list[Var]":
     """The results of a scan, or of a call of a jitted function, that are stacks of a scan."""
-    if equation.primitive.name == "scan":
-        return equation.outvars[_carried(equation) :] if _is_known(equation) else []
-    if not jaxprs.is_inlineable(equation):
-        return []
-    return [equation.outvars[leaf_index] for leaf_index in _stacks(equation.params["jaxpr"].jaxpr)]
+    name, results = equation.primitive.name, equation.outvars
+    if name == "scan" and _is_known(equation):
+        return results[_unscanned(equation, "outvars") :]
+    if name == "jit" and jaxprs.is_inlineable(equation):
+        return [results[index] for index in _stacks(equation.params["jaxpr"].jaxpr)]
+    return []
 
 
 def _is_known(scan: "JaxprEqn") -> bool:
@@ -198,19 +194,12 @@ def _is_known(scan: "JaxprEqn") -> bool:
     )
 
 
-def _carried(scan: "JaxprEqn") -> int:
-    """The number of values that a scan carries; other outputs have one axis more than in its
-    body.
+def _unscanned(scan: "JaxprEqn", kind: str) -> int:
+    """How many "invars" of a scan are constants and the carry, or how many "outvars" the carry;
+    all others have one axis more than in its body.
     """
-    return _of_body_shape(scan.outvars, scan.params["jaxpr"].jaxpr.outvars)
-
-
-def _of_body_shape(outside: "Sequence[Var | Literal]", inside: "Sequence[Var | Literal]") -> int:
-    """How many variables of a scan have as many axes as in its body."""
-    pairs = zip(outside, inside, strict=True)
-    return sum(
-        cast("ShapedArray", a.aval).ndim == cast("ShapedArray", b.aval).ndim for a, b in pairs
-    )
+    pairs = zip(getattr(scan, kind), getattr(scan.params["jaxpr"].jaxpr, kind), strict=True)
+    return sum(outside.aval.ndim == inside.aval.ndim for outside, inside in pairs)
 
 
 def _reshards(conversion: "JaxprEqn") -> bool:
@@ -241,36 +230,13 @@ class _Part(NamedTuple):
     readings: Any = None
     casts: tuple[Dtype, ...] = ()
 
-    def cast(self, value: jax.Array) -> jax.Array:
-        """The value of a layer, as the output has it."""
-        return reduce(lax.convert_element_type, self.casts, value)
-
-    def combine(self, row: Reduced, value: jax.Array) -> Reduced:
-        """A row of the accumulator with the value of a layer."""
-        return self.into().combine(row, self.cast(value))
-
-    def measure(self, value: jax.Array) -> jax.Array:
-        """The measures of a layer, [measures]; empty if it is not observed."""
-        if self.readings is None:
-            return jnp.zeros(0)
-        measures: jax.Array = self.readings.row(self.cast(value))
-        return measures
-
-    def begin(self, layer: "ShapedArray") -> _FoldedStack:
-        """The accumulator and the measures before the first layer, which has this type. They
-        vary over mesh axes as the layer does, as a carry keeps its type.
-        """
-        row = jax.tree.map(
-            partial(lax.index_in_dim, index=0, keepdims=False), self.into().accumulator
-        )
-        measures = jax.eval_shape(self.measure, layer)
-        # Not zeros_like, as a type may have mesh axes, without its mesh.
-        before = _FoldedStack(self.into().accumulator, jnp.zeros(measures.shape, measures.dtype))
-        after = _FoldedStack(jax.eval_shape(self.combine, row, layer), measures)
-        begun: _FoldedStack = jax.tree.map(
-            lambda array, like: as_varying(array, varying_axes(like)), before, after
-        )
-        return begun
+    def begin(self) -> _FoldedStack:
+        """The accumulator and the measures before the first layer."""
+        measures, readings = jnp.zeros(0), self.readings
+        if readings is not None:
+            count = len(readings.measures)
+            measures = jnp.zeros((count,) if count > 1 else (), readings.dtype)
+        return _FoldedStack(self.into().accumulator, measures)
 
     def fold_layer(
         self, before: _FoldedStack, layer_index: jax.Array, value: jax.Array
@@ -279,15 +245,13 @@ class _Part(NamedTuple):
         row, and its measures are added.
         """
         accumulator, measures = before
-        row = jax.tree.map(
-            lambda array: lax.dynamic_index_in_dim(array, layer_index, keepdims=False), accumulator
-        )
-        accumulator = jax.tree.map(
-            lambda array, row: lax.dynamic_update_index_in_dim(array, row, layer_index, 0),
-            accumulator,
-            self.combine(row, value),
-        )
-        return _FoldedStack(accumulator, measures + self.measure(value))
+        value = reduce(lax.convert_element_type, self.casts, value)  # as the output has it
+        take = partial(lax.dynamic_index_in_dim, index=layer_index, keepdims=False)
+        row = self.into().combine(jax.tree.map(take, accumulator), value)
+        put = partial(lax.dynamic_update_index_in_dim, index=layer_index, axis=0)
+        if self.readings is not None:
+            measures = measures + self.readings.row(value)
+        return _FoldedStack(jax.tree.map(put, accumulator, row), measures)
 
 
 def _evaluate(
@@ -295,13 +259,13 @@ def _evaluate(
     consts: Sequence[jax.Array],
     args: Sequence[jax.Array],
     into: Mapping[int, _Part],
-    values: "Values",
+    values: Values,
 ) -> list[Tree]:
     """The outputs of a program; a _FoldedStack for those in `into`, which are stacks. `values` gets
     what its variables are.
     """
     values.update(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
-    stacks = _stacks(jaxpr) if into else {}
+    stacks = _stacks(jaxpr)
     parts = {
         stacks[leaf_index].variable: part._replace(casts=(*stacks[leaf_index].casts, *part.casts))
         for leaf_index, part in into.items()
@@ -322,37 +286,21 @@ def _evaluate(
             elif equation.primitive.name == "scan":
                 results = _scan(equation, operands, inside)
             else:  # a call of a jitted function, inlined
-                inner, values_inside = equation.params["jaxpr"], dict[Any, Tree]()
-                for variable, own in zip(equation.outvars, inner.jaxpr.outvars, strict=True):
-                    values[variable] = _Inside(values_inside, own)
-                results = _evaluate(inner.jaxpr, inner.consts, operands, inside, values_inside)
+                inner = equation.params["jaxpr"]
+                results = _evaluate(inner.jaxpr, inner.consts, operands, inside, {})
         values.update(zip(equation.outvars, results, strict=True))
     return [_read(values, variable) for variable in jaxpr.outvars]
 
 
-Values: TypeAlias = "dict[Var, Tree]"
-
-
-class _Inside(NamedTuple):
-    """In place of the result of a call that is being inlined: what it will be."""
-
-    values: Values
-    variable: Any
-
-
 def _read(values: Values, variable: Any) -> Tree:
-    is_literal = isinstance(variable, jaxprs.Literal)
-    value = variable.val if is_literal else values[variable]
-    return _read(*value) if isinstance(value, _Inside) else value
+    return variable.val if isinstance(variable, jaxprs.Literal) else values[variable]
 
 
 def _scan(scan: "JaxprEqn", operands: Sequence[jax.Array], into: Mapping[int, _Part]) -> list[Tree]:
     """The outputs of the scan, with a _FoldedStack in place of each stack in `into`."""
-    body, length, carried = scan.params["jaxpr"], scan.params["length"], _carried(scan)
-    run = jaxprs.jaxpr_as_fun(body)
-    # Operands are constants, the carry, and scanned arrays, which have one axis more than in the
-    # body.
-    first_scanned = _of_body_shape(scan.invars, body.jaxpr.invars)
+    run, length = jaxprs.jaxpr_as_fun(scan.params["jaxpr"]), scan.params["length"]
+    # Operands are constants, the carry, and scanned arrays.
+    carried, first_scanned = _unscanned(scan, "outvars"), _unscanned(scan, "invars")
     consts, scanned = operands[: first_scanned - carried], operands[first_scanned:]
     init = operands[first_scanned - carried : first_scanned]
 
@@ -369,14 +317,14 @@ def _scan(scan: "JaxprEqn", operands: Sequence[jax.Array], into: Mapping[int, _P
         }
         return (after, accumulated), rest
 
-    nothing = {
-        output_index: part.begin(body.out_avals[output_index])
-        for output_index, part in into.items()
-    }
+    carry: Tree = init, {output_index: part.begin() for output_index, part in into.items()}
     layers = jnp.arange(length, dtype=jnp.int32), scanned
+    if manual_axes():  # an accumulator varies over mesh axes as its layers do
+        first = jax.tree.map(lambda array: array[0], layers)
+        carry, _ = settle_types(lambda carry: step(carry, first)[0], carry)
     options = {name: scan.params[name] for name in ("reverse", "unroll")}
     # Found by `folded_in_place`.
     with jax.named_scope(f"folded in place<{_BETWEEN.join(part.path for part in into.values())}>"):
-        (after, accumulated), rest = lax.scan(step, (init, nothing), layers, length, **options)
+        (after, accumulated), rest = lax.scan(step, carry, layers, length, **options)
     outputs = dict(enumerate(after)) | rest | accumulated
     return [outputs[output_index] for output_index in range(len(scan.outvars))]

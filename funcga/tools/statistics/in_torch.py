@@ -5,7 +5,7 @@ loss, and the running ones after a window.
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial, wraps
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import nn
@@ -38,8 +38,8 @@ def watched(loss_fn: LossFn) -> LossFn:
                 "where layers cannot be watched. Call the step without torch.compile; the module "
                 "itself may be compiled. Or thread the buffers: buffers=True."
             )
-        layers, counts = _watched_layers(module), dict[str, int]()
-        with _watching(layers, counts):
+        counts = dict[str, int]()
+        with _watching(module, counts) as layers:
             output = loss_fn(module, *args, **kwargs)
         # They are copies: a checkpoint runs the forward pass again later, and overwrites the
         # buffers.
@@ -51,12 +51,21 @@ def watched(loss_fn: LossFn) -> LossFn:
 
 
 @contextmanager
-def _watching(layers: Mapping[str, nn.BatchNorm1d], counts: dict[str, int]) -> Iterator[None]:
-    """A context in which layers write the statistics of the batch alone, to tensors of their own;
-    `counts` gets the values for each channel, by the name of a layer that runs.
+def _watching(module: nn.Module, counts: dict[str, int]) -> Iterator[dict[str, _BatchNorm]]:
+    """A context with the layers in train mode that have running statistics: they write those of the
+    batch alone, to tensors of their own. `counts` gets the values for each channel, by the name of
+    a layer that runs. Raises FuncgaError if one is synced.
     """
+    layers = {name: layer for name, layer in _layers(module).items() if layer.training}
+    for name, layer in layers.items():
+        if isinstance(layer, nn.SyncBatchNorm):
+            raise FuncgaError(
+                f"`{name}` is a SyncBatchNorm, whose statistics are those of all replicas already, "
+                "with the count of one. Use BatchNorm, and let funcga merge them: accumulate(..., "
+                "fold=..., across=group)."
+            )
 
-    def count(name: str, layer: nn.BatchNorm1d, args: tuple[Any, ...], kwargs: Any) -> None:
+    def count(name: str, layer: _BatchNorm, args: tuple[Any, ...], kwargs: Any) -> None:
         if not layer.training:  # it tracks nothing
             return
         if name in counts:
@@ -80,7 +89,7 @@ def _watching(layers: Mapping[str, nn.BatchNorm1d], counts: dict[str, int]) -> I
             }
             layer.momentum = 1.0
             hooks.append(layer.register_forward_pre_hook(partial(count, name), with_kwargs=True))
-        yield
+        yield layers
     finally:
         for hook in hooks:
             hook.remove()
@@ -88,12 +97,9 @@ def _watching(layers: Mapping[str, nn.BatchNorm1d], counts: dict[str, int]) -> I
             layer.momentum = momenta[name]
 
 
-def _leaf(name: str, layer: nn.BatchNorm1d, count: int | None) -> torch.Tensor:
+def _leaf(name: str, layer: Any, count: int | None) -> torch.Tensor:
     """Count, mean and population variance of the micro-batch; `count` is None if it did not run."""
-    running_mean, running_var = layer.running_mean, layer.running_var
-    batches: Any = layer.num_batches_tracked
-    assert running_mean is not None
-    assert running_var is not None
+    batches, running_mean = layer.num_batches_tracked, layer.running_mean
     # Two witnesses have to agree on whether the layer ran: the hook, and the number of batches,
     # which only its own forward() adds to. The kernel's writes to the statistics raise no version.
     has_version = batches is not None and not batches.is_inference()
@@ -105,27 +111,10 @@ def _leaf(name: str, layer: nn.BatchNorm1d, count: int | None) -> torch.Tensor:
             "pure_loss(module, loss_fn, buffers=True)."
         )
     dtype, count = arrays.accumulator_dtype(running_mean.dtype), count or 0
-    mean, variance = running_mean.detach().to(dtype), running_var.detach().to(dtype)
+    mean, variance = running_mean.detach().to(dtype), layer.running_var.detach().to(dtype)
     # Torch writes the unbiased variance; a fold needs that of the population.
     biased = variance * ((count - 1) / count) if count else variance
     return torch.stack((torch.full_like(mean, count), mean, biased))
-
-
-def _watched_layers(module: nn.Module) -> dict[str, nn.BatchNorm1d]:
-    """The layers in train mode that have running statistics. Raises FuncgaError if one is
-    synced.
-    """
-    layers = {
-        name: layer for name, layer in module.named_modules() if _tracks(layer) and layer.training
-    }
-    for name, layer in layers.items():
-        if isinstance(layer, nn.SyncBatchNorm):
-            raise FuncgaError(
-                f"`{name}` is a SyncBatchNorm, whose statistics are those of all replicas already, "
-                "with the count of one. Use BatchNorm, and let funcga merge them: accumulate(..., "
-                "fold=..., across=group)."
-            )
-    return layers
 
 
 def running_buffers(module: nn.Module, pooled: Mapping[str, Pooled]) -> dict[str, torch.Tensor]:
@@ -157,12 +146,7 @@ def running_buffers(module: nn.Module, pooled: Mapping[str, Pooled]) -> dict[str
         >>> sorted(torch_backend.running_buffers(model, statistics))
         ['num_batches_tracked', 'running_mean', 'running_var']
     """
-    layers = {
-        name: layer
-        for name, layer in module.named_modules(remove_duplicate=False)
-        if _tracks(layer)
-    }
-    after: dict[str, torch.Tensor] = {}
+    layers, after = _layers(module, remove_duplicate=False), dict[str, torch.Tensor]()
     for name, statistics in pooled.items():
         layer, prefix = layers[name], f"{name}." if name else ""
         batches, share = layer.num_batches_tracked, layer.momentum
@@ -179,10 +163,12 @@ def running_buffers(module: nn.Module, pooled: Mapping[str, Pooled]) -> dict[str
     return after
 
 
-def _tracks(layer: nn.Module) -> TypeGuard[nn.BatchNorm1d]:
-    """Whether this is a BatchNorm layer, of any number of dimensions, with running statistics."""
-    return (
-        isinstance(layer, _BatchNorm)
+def _layers(module: nn.Module, **options: Any) -> dict[str, _BatchNorm]:
+    """The BatchNorm layers, of any number of dimensions, with running statistics, by name."""
+    return {
+        name: layer
+        for name, layer in module.named_modules(**options)
+        if isinstance(layer, _BatchNorm)
         and layer.track_running_stats
         and layer.running_mean is not None
-    )
+    }

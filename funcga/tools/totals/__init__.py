@@ -57,7 +57,11 @@ class Totals:
 
     def program(self, program: Program, backend: Backend) -> Program:
         """The program that counts a window of `program`, split and merged as that is."""
-        owner, across, trees = owner_of(program.grad_fn), program.across, backend.trees
+        across, trees = program.across, backend.trees
+        # What wraps a module says itself what is merged over, one after the other.
+        wrapper = getattr(owner_of(program.grad_fn), "wrapper", None)
+        if wrapper is not None:
+            across = wrapper.replicas(across) or None
         # Threaded state is not counted.
         axes, structure = trees.flatten(program.in_axes)
         in_axes = trees.unflatten(structure, [None if axis is CARRY else axis for axis in axes])
@@ -71,7 +75,7 @@ class Totals:
             weight=None,
             in_axes=in_axes,
             device=None,
-            across=across if owner is None else owner.merged_over(across),
+            across=across,
             memory=self.memory,
             prologue=None,
             epilogues=(),
@@ -117,15 +121,9 @@ def _check_same(counted: int, numbers: Iterator[int]) -> Iterator[Any]:
 
 def _count(totals: TotalsFn, in_axes: Tree, backend: Backend, *args: Tree) -> Tree:
     """The totals of one micro-batch, 0-d arrays in types in which sums of them are exact."""
-    arrays, arguments = backend.arrays, read_arguments(args, in_axes, totals, backend)
+    arguments = read_arguments(args, in_axes, totals, backend)
     leaves, structure = backend.trees.flatten(totals(*arguments.split_args(args)))
-    like = next((_total(leaf, arrays) for leaf in filter(arrays.is_array, leaves)), None)
-    for index, leaf in enumerate(leaves):
-        leaves[index] = total = _total(leaf, arrays)
-        if like is not None and not arrays.is_array(leaf):
-            # A number, on the device of the arrays, so that all totals are merged together.
-            leaves[index] = arrays.xp.full_like(like, leaf, dtype=total.dtype)
-    return backend.trees.unflatten(structure, leaves)
+    return backend.trees.unflatten(structure, [_total(leaf, backend.arrays) for leaf in leaves])
 
 
 def _total(leaf: Any, arrays: Arrays) -> Array:

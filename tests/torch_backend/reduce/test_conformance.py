@@ -336,3 +336,19 @@ def of_dtensors(group, placement, drop):
 @pytest.mark.parametrize(("placement", "drop"), [("replicate", "microbatch"), ("shard", "window")])
 def test_dtensors_are_dropped_together(placement, drop):
     assert max(processes().run(of_dtensors, placement, drop, size=2)) <= 1e-12
+
+
+# -- a replica without rows, and state
+
+
+def without_rows(group):
+    gradient = lambda w, seen, x: (w * x.sum(), seen + x.sum())
+    options = {"fold": (funcga.sum(), funcga.carry()), "in_axes": (None, funcga.CARRY, 0), "across": group}
+    step, came_in = funcga.accumulate(gradient, 2, drop="window", **options), torch.tensor(7.0, requires_grad=True)
+    x = torch.full((0 if dist.get_rank(group) else 4,), torch.nan)
+    value, seen = step(torch.ones(()), came_in, x)
+    return float(value), float(seen), seen.requires_grad
+
+
+def test_state_comes_back_as_it_came_in_on_a_replica_without_rows():
+    assert processes().run(without_rows, size=2) == [(0, 7, False)] * 2

@@ -793,13 +793,21 @@ def normalised(group):
 
 
 def overflows(group):
-    """The loss is finite, and the gradient is not: the window is dropped, and running statistics are as before it."""
+    """The loss is finite, and the gradient is not: the window is dropped, and running statistics and state are as before."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).double()
     before = [buffer.clone() for buffer in net.buffers()]
-    gradient = module_value_and_grad(ddp(group, net), lambda module, x: (0 * module(x).abs().sum()).sqrt() + 1)
-    loss, grads = funcga.accumulate(gradient, 2, drop="window")(torch.ones(4, 3, dtype=torch.float64))
-    return [loss == 0, *(not grad.any() for grad in grads.values()), *map(torch.equal, before, net.buffers())]
+    loss_fn = lambda module, seen, x: ((0 * module(x).abs().sum()).sqrt() + 1, seen + len(x))
+    gradient, mean = module_value_and_grad(ddp(group, net), loss_fn, has_aux=True), funcga.mean()
+    options = {"fold": ((mean, funcga.carry()), mean), "in_axes": (funcga.CARRY, 0), "drop": "window"}
+    step = funcga.accumulate(gradient, 2, **options)
+    (loss, seen), grads = step(torch.tensor(7), torch.ones(4, 3, dtype=torch.float64))
+    return [
+        loss == 0,
+        seen == 7,
+        *(not grad.any() for grad in grads.values()),
+        *map(torch.equal, before, net.buffers()),
+    ]
 
 
 @pytest.mark.parametrize("scenario", [normalised, overflows])

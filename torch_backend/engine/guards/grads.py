@@ -12,7 +12,7 @@ import torch
 from funcga.errors import FuncgaError
 from torch_backend import _private
 from torch_backend.engine.guards.unchanged import other_hooks
-from torch_backend.modules.visits import IN_USE
+from torch_backend.modules.visits import InUse
 
 _GRAD = operator.attrgetter("grad")
 
@@ -25,20 +25,19 @@ def gradients_aside(leaves: Iterable[torch.Tensor], ids: Collection[int] = ()) -
     anything is changed, where another thread uses one of them.
     """
     own, refused = [*leaves], None
-    use = IN_USE.begin([*map(id, own), *ids])
-    grads = [*map(_GRAD, own)]
-    for leaf in own if any(grad is not None for grad in grads) else ():
-        leaf.grad = None
-    try:
-        yield
-    finally:
-        for leaf, gradient in zip(own, grads, strict=True):
-            if leaf.grad is not gradient:  # most windows find no gradient, and leave none
-                try:
-                    leaf.grad = gradient
-                except RuntimeError as unfit:  # the leaf was changed by `.data = ` before
-                    refused = unfit
-        IN_USE.end(use)
+    with InUse([*map(id, own), *ids]):
+        grads = [*map(_GRAD, own)]
+        for leaf in own if any(grad is not None for grad in grads) else ():
+            leaf.grad = None
+        try:
+            yield
+        finally:
+            for leaf, gradient in zip(own, grads, strict=True):
+                if leaf.grad is not gradient:  # most windows find no gradient, and leave none
+                    try:
+                        leaf.grad = gradient
+                    except RuntimeError as unfit:  # the leaf was changed by `.data = ` before
+                        refused = unfit
     if refused is not None:
         raise refused
 
