@@ -3,19 +3,17 @@
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from os import PathLike
-from typing import TypeVar
 
 import numpy as np
 
 from funcga.tools.compare import tolerances
-from funcga.tools.compare.row import Row, Shape
+from funcga.tools.compare.row import Row
 from funcga.tools.reports.tables import json_text, new_figure, save, text_table
 
 _SHOWN = 8
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -181,11 +179,11 @@ def _cells(row: Row) -> list[str]:
     where = ""
     if row.index is not None and row.values is not None:
         values = [v if isinstance(v, str) else f"{v:.6g}" for v in row.values]
-        where = f"{_shape(row.index)}: {', '.join(values)}"
+        where = f"{[*row.index]}: {', '.join(values)}"
     return [
         path if row.path == row.left_path else f"{path} ({row.left_path})",
-        _pair(row.shapes, _shape),
-        _pair(row.dtypes, str),
+        _pair(row.shapes),
+        _pair(row.dtypes),
         figure(row.absolute),
         figure(row.relative),
         figure(row.allowed),
@@ -196,13 +194,10 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
-def _pair(pair: tuple[T | None, T | None], spell: Callable[[T], str]) -> str:
+def _pair(pair: Sequence[object]) -> str:
     """One word for both where they are the same, and for the one that there is."""
-    return " vs ".join(dict.fromkeys(spell(part) for part in pair if part is not None))
-
-
-def _shape(shape: Shape) -> str:
-    return f"[{', '.join(map(str, shape))}]"
+    words = [[*part] if isinstance(part, tuple) else part for part in pair if part is not None]
+    return " vs ".join(dict.fromkeys(map(str, words)))
 
 
 def _counts(row: Row) -> str:
@@ -226,8 +221,8 @@ def _summary(row: Row, names: tuple[str, str]) -> str:
     return {
         "nan": f"has NaN: {counts}",
         "inf": f"has infinities that do not match: {counts}",
-        "shape": f"has two shapes: {_pair(row.shapes, _shape)}",
-        "dtype": f"has two dtypes: {_pair(row.dtypes, str)}",
+        "shape": f"has two shapes: {_pair(row.shapes)}",
+        "dtype": f"has two dtypes: {_pair(row.dtypes)}",
         "missing": f"is missing in {names[0]}",
         "extra": f"is in {names[0]} alone",
     }[row.status]

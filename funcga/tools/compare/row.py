@@ -64,7 +64,7 @@ class Row:
     def dtype(self) -> str | None:
         """The coarser of the two dtypes, which sets the limit; None if a leaf is missing."""
         left, right = self.dtypes
-        return left and right and tolerances.coarser(left, right)
+        return left and right and max(left, right, key=tolerances.epsilon)
 
     @property
     def allowed(self) -> float:

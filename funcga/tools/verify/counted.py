@@ -40,7 +40,9 @@ def counts(probe: Probe) -> Iterator[Count]:
     the same items in this batch and others in the next one.
     """
     leaves = [*_split_leaves(probe)]
-    yield Count(leaves[0].parameters, leaves[0].rows, len)
+    first = leaves[0]
+    rows = f"{first.name}.shape[{first.axis}]" if first.axis else f"len({first.name})"
+    yield Count(first.parameters, rows, len)
     is_other = lambda leaf: not re.search("label|target", leaf.name, re.IGNORECASE)
     for leaf in sorted(leaves, key=is_other):
         for expression, counted in _expressions(leaf):
@@ -67,20 +69,13 @@ class _Leaf(NamedTuple):
     axis: int
     parameters: str
 
-    @property
-    def rows(self) -> str:
-        """The expression of its number of rows."""
-        return f"{self.name}.shape[{self.axis}]" if self.axis else f"len({self.name})"
-
 
 def _split_leaves(probe: Probe) -> Iterator[_Leaf]:
     # weight= is called with every argument that is split, so these are the parameters of the
     # lambda.
     arguments, names = probe.arguments, argument_names(probe.grad_fn, len(probe.args))
-    triples = zip(names, arguments.parts, arguments.are_split(), strict=True)
-    split = [(name, part) for name, part, is_split in triples if is_split]
-    names = as_parameters([name for name, _ in split])
-    for name, (_, part) in zip(names, split, strict=True):
+    names = as_parameters(arguments.split_args(tuple(names)))
+    for name, part in zip(names, arguments.split_args(arguments.parts), strict=True):
         paths = leaf_paths(part.value, probe.backend.trees, name)
         for path, values, axis in zip(paths, probe.numbers(part.value), part.axes, strict=True):
             if isinstance(axis, int):

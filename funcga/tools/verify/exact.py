@@ -35,7 +35,7 @@ class Limit(NamedTuple):
 
     def scales(self, parts: Sequence[Leaves]) -> list[float]:
         """The scale of each leaf's differences, from its values for several parts of the batch."""
-        top = max(map(largest, parts))
+        top = max(map(largest, parts), default=0.0)
         sizes = [largest(leaves) for leaves in zip(*parts, strict=True)]
         return [size + self.share * top + self.floor / self.relative for size in sizes]
 
@@ -87,7 +87,7 @@ class Measured(NamedTuple):
     Attributes:
         split: Which split it is, in words.
         sizes: The rows of each micro-batch.
-        relative: The largest relative difference.
+        relative: The largest relative difference; infinite where there is an error.
         limit: How large it may be.
         leaf: The path of the leaf that has it.
         error: What the split raised instead of a result, or None.
@@ -102,8 +102,8 @@ class Measured(NamedTuple):
 
     @property
     def ok(self) -> bool:
-        """Whether the difference is within the limit; NaN is not."""
-        return self.error is None and self.relative <= self.limit
+        """Whether the difference is within the limit."""
+        return self.relative <= self.limit
 
     def __str__(self) -> str:
         difference = f"{self.relative:.1e} at {self.leaf}, limit {self.limit:.0e}"
@@ -127,7 +127,7 @@ class Splits(NamedTuple):
     @property
     def worst(self) -> float:
         """The largest relative difference; infinite if a split raised an error."""
-        return max(np.inf if row.error else row.relative for row in self.rows)
+        return max(row.relative for row in self.rows)
 
     @property
     def first(self) -> str:
@@ -249,7 +249,7 @@ class Case:
                 raise
             except Exception as error:
                 text = f"it raised {first_line(error)}"
-                table.append(Measured(split, sizes, np.nan, self.limit.relative, "", text))
+                table.append(Measured(split, sizes, np.inf, self.limit.relative, "", text))
             else:
                 row, apart = self.measured(split, sizes, compared, result, expected)
                 table.append(row)

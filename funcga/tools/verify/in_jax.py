@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import Jaxpr, JaxprEqn, subjaxprs
 
 from funcga._types import GradFn, Tree
 from jax_backend import trees
@@ -54,8 +54,7 @@ def trace_call(
         return function(*args, **kwargs)
 
     program = jax.make_jaxpr(run)(traced)
-    equations = _equations(program.jaxpr)
-    avals = [variable.aval for equation in equations for variable in equation.outvars]
+    avals = [variable.aval for each in _equations(program.jaxpr) for variable in each.outvars]
     # The weights of micro-batches, which have no axes, are float32 in any case.
     dtypes = {aval.dtype for aval in program.out_avals} | {
         aval.dtype for aval in avals if isinstance(aval, jax.core.ShapedArray) and aval.shape
@@ -69,17 +68,11 @@ def trace_call(
     return values, text, max(eps, default=2.0**-52), bool(draws)
 
 
-def _equations(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[JaxprEqn]:
+def _equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
     """The equations of a program, and of those inside of it."""
-    for equation in jaxpr.eqns:
-        yield equation
-        for inner in jax.tree.leaves([*equation.params.values()], is_leaf=_is_program):
-            if _is_program(inner):
-                yield from _equations(inner)
-
-
-def _is_program(parameter: object) -> bool:
-    return isinstance(parameter, Jaxpr | ClosedJaxpr)
+    yield from jaxpr.eqns
+    for inner in subjaxprs(jaxpr):
+        yield from _equations(inner)
 
 
 def second_output(

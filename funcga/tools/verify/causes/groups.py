@@ -25,7 +25,7 @@ from funcga.tools.verify.probe import Probe, Rows
 Point = tuple[int, ...]
 _Points = dict[Point, Array]
 _POINTS = ((1, 0), (0, 1), (1, 1), (2, 0), (0, 2), (2, 2), (3, 3), (2, 1), (1, 2), (3, 1), (1, 3))
-_NEEDED = {(1, 0), (0, 1), (1, 1), (2, 0), (0, 2), (2, 2)}
+_NEEDED = {*_POINTS[:6]}
 
 # Of what converges as 1/k, such as a variance with Bessel's correction, a step is a third of the
 # last one or less; of a logarithm it is 0.58, of what is linear in k 1.
@@ -173,7 +173,7 @@ def _values_at(
         if result is not None and all(np.isfinite(result[leaf]).all() for leaf in leaves):
             flat = [result[leaf].ravel() for leaf in leaves]
             values[point] = [np.concatenate([x.real, x.imag]) for x in flat]
-    scales = case.limit.scales([*values.values()]) if values else []
+    scales = case.limit.scales([*values.values()])
     return {
         point: np.concatenate([leaf / scale for leaf, scale in zip(leaves, scales, strict=True)])
         for point, leaves in values.items()
@@ -188,9 +188,9 @@ def _remainder(terms: Array, values: Array) -> Array:
 def classify(f: _Points, tolerance: float) -> tuple[str, float]:
     """The kind and the ratio of a function, from its scaled values at points (i, j)."""
     times, values = np.array([*f]), np.array([*f.values()])
-    near: Callable[[Array, Array], bool] = lambda x, y: np.abs(x - y).max(initial=0.0) <= tolerance
-    is_made_of: Callable[[Array], bool] = lambda terms: near(_remainder(terms, values), 0)
-    if near(values, 0):
+    is_zero: Callable[[Array], bool] = lambda array: np.abs(array).max(initial=0.0) <= tolerance
+    is_made_of: Callable[[Array], bool] = lambda terms: is_zero(_remainder(terms, values))
+    if is_zero(values):
         return "nothing", 0.0
     if is_made_of(times):
         return "sum", 0.0
@@ -198,7 +198,7 @@ def classify(f: _Points, tolerance: float) -> tuple[str, float]:
     # mixture shows must hold for every other.
     a, b, both = f[1, 0], f[0, 1], f[1, 1]
     apart = a - b
-    share = 0.5 if near(apart, 0) else float((both - b) @ apart / (apart @ apart))
+    share = 0.5 if is_zero(apart) else float((both - b) @ apart / (apart @ apart))
     if 0 < share < 1:
         ratio = share / (1 - share)
         weights = times * [ratio, 1]
@@ -207,7 +207,7 @@ def classify(f: _Points, tolerance: float) -> tuple[str, float]:
     if is_made_of(np.column_stack([times, np.ones(len(times))])):
         return "sum and constant", 0.0
     # What does not grow linearly with the number of repetitions, and does not converge.
-    if (3, 3) in f and not near(f[3, 3], 2 * f[2, 2] - both):
+    if (3, 3) in f and not is_zero(f[3, 3] - 2 * f[2, 2] + both):
         first, second = (float(np.linalg.norm(f[k + 1, k + 1] - f[k, k])) for k in (1, 2))
         if second >= _SETTLING * first:
             return "coupled", 0.0

@@ -35,8 +35,8 @@ def fold_line(probe: Probe, better: str, leaves: Collection[int]) -> str:
     return f"fold={text}"
 
 
-_STOCK = ("mean", "per_weight", "sum", "max", "min", "moments", "logsumexp", "ratio", "pooled")
-_CALLS = {vars(folds)[stock]().name: f"funcga.{stock}()" for stock in (*_STOCK, "carry")}
+_STOCK = "mean per_weight sum max min moments logsumexp ratio pooled carry"
+_CALLS = {vars(folds)[stock]().name: f"funcga.{stock}()" for stock in _STOCK.split()}
 
 
 def _written(fold: Fold) -> str:

@@ -46,8 +46,8 @@ def per_example(case: Case) -> Iterator[Answer]:
     for i, (x, y) in enumerate(zip(probe.whole, some, strict=True)):
         if x.shape != y.shape:
             # The axis whose length follows the number of rows.
-            sizes = enumerate(zip(x.shape, y.shape, strict=False))
-            axis = next((axis for axis, (of_x, of_y) in sizes if of_x != of_y), 0)
+            sizes = enumerate(x.shape)
+            axis = next((axis for axis, size in sizes if y.shape[axis : axis + 1] != (size,)), 0)
             monoid = folds[i].reducer.monoid
             is_joined = monoid.ordered and (monoid.axis is None or monoid.axis % x.ndim == axis)
             if not is_joined:
