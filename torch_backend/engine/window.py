@@ -218,7 +218,7 @@ class Window(ExitStack):
             raise unchanged.grads_changed()
         if self.sums is None:
             self.sums = self._bind(loss, aux)
-        sums = self.sums
+        sums, folding = self.sums, self.sums.folding
         unit = sums.unit
         share: Any = sums.share(weight) if self.share is None else self.share
         if sums.unit != unit:  # the sums may have been brought to it, which is a write, too
@@ -227,22 +227,8 @@ class Window(ExitStack):
             is_alone = evaluations() == gradients
             self.unreached |= bound.is_unreached(self, objective, moving, weight, is_alone)
         seed = self._add_gradients(objective, weight, share, moving)
-        self._add(loss, aux, weight, share, seed, moving)
-
-    def _add(
-        self,
-        loss: torch.Tensor,
-        aux: Tree,
-        weight: Scalar,
-        share: Any,
-        seed: float,
-        moving: Sequence[torch.Tensor] = (),
-    ) -> None:
-        """Adds what stands beside the gradients of a micro-batch, and counts it."""
-        sums: Any = self.sums
-        index = sums.folding.loss_alone
-        if index is not None and loss.dtype is self.plan.loss_dtype:
-            sums.add_loss(loss, index, weight, share)
+        if folding.loss_alone is not None and loss.dtype is self.plan.loss_dtype:
+            sums.add_loss(loss, folding.loss_alone, weight, share)
             return
         values = self._rest(loss, aux, moving)
         if self.watching is not None:

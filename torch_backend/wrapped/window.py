@@ -229,11 +229,23 @@ class WrappedWindow(Window):
             if self.adds_late:
                 self._backward(objective, is_ending)
             if weight is not None:
-                self._add(loss, aux, weight, self.sums.share(weight), self.seed)
+                self._add(loss, aux, weight)
             # Usually the loss is in the sums first, because before the last pass the replicas tell
             # each other what they have folded.
             if not self.adds_late:
                 self._backward(objective, is_ending)
+
+    def _add(self, loss: torch.Tensor, aux: Tree, weight: Scalar) -> None:
+        """Adds what stands beside the gradients of a micro-batch, and counts it."""
+        sums: Any = self.sums
+        index = sums.folding.loss_alone
+        if index is not None and loss.dtype is self.plan.loss_dtype and not self.adds_late:
+            sums.add_loss(loss, index, weight, sums.share(weight))
+            return
+        values = self._rest(loss, aux, ())
+        if self.watching is not None:
+            values.update(self.watching.measures(values, weight, self.seed))
+        sums.add(values, weight)
 
     def _meet(self, last: bool) -> bool:
         """Waits for the other replicas; whether this is the last pass of all. FuncgaError if one
