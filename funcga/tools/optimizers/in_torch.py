@@ -306,10 +306,9 @@ def _checked_step(optimizer: Optimizer, tensors: list[torch.Tensor]) -> None:
         # The address of what has no elements is 0.
         if changed or storages(tensor) & storages(optimizer.state.get(tensor)) - {0}:
             raise FuncgaError(
-                f"{type(optimizer).__name__} is no pure update: a step changes "
-                f"{', '.join(changed) or 'nothing'} that belongs to no parameter, so that it is in "
-                "no state, and would be lost; or keeps the memory of a parameter itself, which a "
-                "pure update cannot follow. Keep optimizer.step() and give it gradients: "
+                f"{type(optimizer).__name__} is no pure update: beside the state of each parameter "
+                f"a step keeps {', '.join(changed) or 'the memory of a parameter itself'}, which a "
+                "pure update would lose. Keep optimizer.step() and give it gradients: "
                 "torch_backend.assign_grads(params, grads)."
             )
 

@@ -394,9 +394,8 @@ def careless(function, value=None):
 )
 def test_what_belongs_to_no_parameter_is_not_lost_silently(name, value, function):
     check_refused(
-        f"Theirs is no pure update: a step changes {name} that belongs to no parameter, so that it is in no state, and would "
-        "be lost; or keeps the memory of a parameter itself, which a pure update cannot follow. Keep optimizer.step() and give "
-        "it gradients: torch_backend.assign_grads(params, grads).",
+        f"Theirs is no pure update: beside the state of each parameter a step keeps {name}, which a pure update would lose. "
+        "Keep optimizer.step() and give it gradients: torch_backend.assign_grads(params, grads).",
         careless, function, value,
     )  # fmt: skip
 
@@ -412,8 +411,7 @@ def test_what_stays_as_it_is_is_not_refused(value):
 def test_the_memory_of_a_parameter_is_not_kept():
     for alias in (lambda p: p.data.view(-1), lambda p: [p.data[1:]]):
         check_refused(
-            "Theirs is no pure update: a step changes nothing that belongs to no parameter, so that it is in no state, and "
-            "would be lost; or keeps the memory of a parameter itself, which a pure update cannot follow.",
+            "Theirs is no pure update: beside the state of each parameter a step keeps the memory of a parameter itself",
             careless, lambda own, group, p, state, alias=alias: state.update(alias=alias(p)),
         )  # fmt: skip
 
