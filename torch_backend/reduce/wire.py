@@ -44,13 +44,13 @@ class Addition:
         ]
         known = [count.to(device, torch.float64, copy=True) for count in known]
         arrays, self.structure = trees.flatten((totals, known))
-        self.forms = [torch.empty_like(array, device="meta") for array in arrays]
+        self.forms = [(array.dtype, array.shape, _strides(array)) for array in arrays]
         # What is to be sent, and then what has come: real numbers, which every carrier adds.
         self.arrays = [
             torch.view_as_real(array.resolve_conj()) if array.is_complex() else array
             for array in arrays
         ]
-        self.dtypes = [_dtype_sent(form, replicas.wire_dtype) for form in self.forms]
+        self.dtypes = [_dtype_sent(array, replicas.wire_dtype) for array in arrays]
         self.messages = self._messages(replicas.bucket_bytes)
         # The last message tells an error by a mark. It is copied with all of that one, so that is
         # the smallest.
@@ -108,24 +108,30 @@ class Addition:
         return counts, mark
 
 
-def _dtype_sent(form: torch.Tensor, wire_dtype: torch.dtype | None) -> torch.dtype:
-    """The real dtype that an array like this travels in."""
+def _strides(array: torch.Tensor) -> torch.Tensor | None:
+    """A tensor without memory that has the strides of an array; None for the usual ones."""
+    # Numbers travel in the order of a contiguous array.
+    return None if array.is_contiguous() else torch.empty_like(array, device="meta")
+
+
+def _dtype_sent(array: torch.Tensor, wire_dtype: torch.dtype | None) -> torch.dtype:
+    """The real dtype that an array travels in."""
     # Scalars, such as the loss, and counts are never rounded.
-    real = form.dtype.to_real()
-    return (wire_dtype or real) if form.ndim and real.is_floating_point else real
+    real = array.dtype.to_real()
+    return (wire_dtype or real) if array.ndim and real.is_floating_point else real
 
 
-def _restored(numbers: torch.Tensor, form: torch.Tensor) -> torch.Tensor:
-    """What has come of an array, in the shape, dtype and strides of its form."""
-    numbers = numbers.to(form.dtype.to_real())
-    if form.is_complex():
+def _restored(
+    numbers: torch.Tensor, form: tuple[torch.dtype, torch.Size, torch.Tensor | None]
+) -> torch.Tensor:
+    """What has come of an array, in its dtype, shape and strides."""
+    dtype, shape, strides = form
+    numbers = numbers.to(dtype.to_real())
+    if dtype.is_complex:
         # A view of pairs begins at an even element, as that of a copy does.
         numbers = torch.view_as_complex(numbers.clone().view(-1, 2))
-    total = numbers.view(form.shape)
-    if form.is_contiguous():
-        return total
-    # Numbers travel in the order of a contiguous array.
-    return torch.empty_like(form, device=total.device).copy_(total)
+    total = numbers.view(shape)
+    return total if strides is None else torch.empty_like(strides, device=total.device).copy_(total)
 
 
 def gather(sums: Sums, agreement: Agreement, replicas: Replicas) -> Callable[[], None]:

@@ -294,8 +294,8 @@ class Walk(NamedTuple):
 
 
 def walked(tree: Tree) -> Walk:
-    """The Walk of a tree by a framework that knows all its containers, or else by the one that
-    finds the most arrays, its own before others.
+    """The Walk of a tree by a framework that knows all its containers, its own before others, or
+    else by the one that finds the most arrays.
     """
     walks = dict[tuple[int, bool], Walk]()
     # Each framework has its own containers: torch does not look into a flax module, nor JAX into a
@@ -310,9 +310,13 @@ def walked(tree: Tree) -> Walk:
         walk = Walk(tree, backend.trees, leaves, structure, arrays)
         # A leaf that is no plain value may be a container that only another framework knows.
         others = [leaf for index, leaf in enumerate(leaves) if index not in arrays]
-        if all(leaf is None or isinstance(leaf, int | float | complex | str) for leaf in others):
+        owners = {framework for _, framework in arrays.values()} - {"numpy"}
+        is_own = backend.name in owners
+        are_plain = all(
+            leaf is None or isinstance(leaf, int | float | complex | str) for leaf in others
+        )
+        if are_plain and (is_own or not owners):
             return walk
-        is_own = backend.name in [framework for _, framework in arrays.values()]
         walks.setdefault((len(arrays), is_own), walk)
     return walks[max(walks)]
 
