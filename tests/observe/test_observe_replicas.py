@@ -69,10 +69,10 @@ def merged(group, sizes, which, observe):
     return [apart(step(*args)[1], sizes) for _ in range(2)]
 
 
-# Without parameters among the arguments a stream of nothing does not say in which framework it is.
 @pytest.mark.parametrize(
-    ("which", "sizes"), [("params", WITH_NONE), ("own parameters", UNEVEN)], ids=["with none", "own parameters"]
-)
+    ("which", "sizes"), [("params", WITH_NONE), ("own parameters", UNEVEN), ("own parameters", WITH_NONE)],
+    ids=["with none", "own parameters", "own parameters, with none"],
+)  # fmt: skip
 def test_all_replicas_are_observed(which, sizes):
     found = processes().run(run_merged, sizes, which, size=2)
     assert max(max(of_rank) for of_rank in found) < LIMIT

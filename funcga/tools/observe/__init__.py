@@ -55,8 +55,9 @@ class Observers:
         if known != dtypes or readings is None:
             # A gradient function of funcga says which part the gradient is. It is the one that was
             # given: the loop may have made another of it.
-            locate = partial(_locate, leaves, arguments.parts[0].value, backend)
-            gradient_in = getattr(self.grad_fn, "gradient_in", locate)
+            gradient_in: Any = getattr(self.grad_fn, "gradient_in", None)
+            if gradient_in is None:
+                gradient_in = partial(_locate, leaves, arguments.parts[0].value, backend)
             readings = Readings(self, program.fold, value, gradient_in, backend)
             self.known[structure] = dtypes, readings
         return readings
