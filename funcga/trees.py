@@ -98,7 +98,7 @@ def match(tree: Tree, like: Tree, *, rules: Iterable[Rule] = ()) -> Tree:
     filled = {
         path: _filled(given[pair.left], pair, expected[path]) for path, pair in matches.items()
     }
-    # Every leaf, in the order of the framework: `by_path` leaves out what is no array.
+    # Every leaf, in the order of the framework: `by_path` leaves out None and functions.
     trees = walked(like).trees
     leaves = [filled.get(path, leaf) for path, leaf in paths_and_leaves(like, trees.children)]
     return trees.unflatten(trees.flatten(like)[1], leaves)

@@ -160,7 +160,7 @@ class Called:
         """The result on a replica that has nothing to fold; `state` is what came in."""
         program, (first, *others) = self.program, self.merges
         if not others:
-            sums = adopted(first, program, arguments, Sums)
+            sums = adopted(first, program, arguments)
         else:
             # All replicas of the first group may be without rows. What the others count is like the
             # totals of a row of zeros, which are not added.

@@ -5,7 +5,7 @@ A parameter that is a DTensor has gradients that are Partial sums. Autograd adds
 and each is reduced once, at the end of the window.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -71,7 +71,7 @@ class Distributed(Window):
         """The result on a replica that has nothing to fold; `state` is what came in."""
         (merge,), program, own = self.merges, self.program, self.leaves.trees.get(OWN)
         assert program is not None
-        sums = adopted(merge, program, arguments, Sums, own)
+        sums = adopted(merge, program, arguments, own)
         sums.state = state
         merge.merge()
         return sums.result()
@@ -81,10 +81,9 @@ def adopted(
     merge: Reduction,
     program: Program,
     arguments: Arguments,
-    empty: Callable[[Folding], Sums],
     own: Tree = None,
 ) -> Sums:
-    """The `empty` sums of a replica that has nothing to fold. `own`: the parameters of a module,
+    """The empty sums of a replica that has nothing to fold. `own`: the parameters of a module,
     which lie here as their gradients do.
     """
     known = trees.flatten([part.value for part in arguments.parts] if own is None else own)[0]
@@ -101,7 +100,7 @@ def adopted(
         return Folding(outputs), leaves
 
     merge.agree(rebuild=rebuild)
-    merge.sums = empty(Folding(merge.agreement.outputs))
+    merge.sums = Sums(Folding(merge.agreement.outputs))
     return merge.sums
 
 

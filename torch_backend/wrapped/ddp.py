@@ -37,11 +37,10 @@ class Wrapper:
     `name`: what wraps. `wrapped`: the outermost modules that it wraps. `fresh`: whether the
     gradients lie in memory that nobody else will write to. `in_step`: whether all replicas need
     equally many micro-batches, even if all but the last wait. `kind`: its row of the table of what
-    is supported. `searches`: whether unused
-    parameters are marked ready before the backward pass begins, as with
-    find_unused_parameters=True. `begins_with_buffers`: whether the first forward pass of a window
-    may broadcast buffers. `remedy`: what to do where sums in 16 bits are refused. `sync`: when it
-    reduces, as module_value_and_grad says.
+    is supported. `searches`: whether unused parameters are marked ready before the backward pass
+    begins, as with find_unused_parameters=True. `begins_with_buffers`: whether the first forward
+    pass of a window may broadcast buffers. `remedy`: what to do where sums in 16 bits are refused.
+    `sync`: when it reduces, as module_value_and_grad says.
     """
 
     fresh = in_step = searches = begins_with_buffers = False

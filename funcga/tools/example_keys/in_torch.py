@@ -41,7 +41,7 @@ def example_keys(key: Scalar, indices: Array) -> torch.Tensor:
         int64 in the shape of the indices: seeds.
 
     Raises:
-        FuncgaError: for what is no integers. Numbers of more than 64 bits torch refuses itself.
+        FuncgaError: for anything but integers. Torch itself refuses numbers of more than 64 bits.
 
     Example:
         >>> epoch, indices = 0, torch.arange(4)

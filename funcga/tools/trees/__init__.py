@@ -135,7 +135,7 @@ def side(framework: str) -> Any:
 
 
 def framework_of(leaf: object) -> str | None:
-    """The imported framework that an array belongs to, or "numpy"; None for what is no array."""
+    """The imported framework that an array belongs to, or "numpy"; None for anything else."""
     for backend in load_imported():
         if backend.arrays.owns(leaf):
             return backend.name
