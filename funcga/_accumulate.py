@@ -7,7 +7,8 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
-from funcga._call import OwningGradient, Program, owner_of, read_program, read_sizes
+from funcga._call import OwningGradient, Program, owner_of, read_program, read_split
+from funcga._call.arguments import Split
 from funcga._call.supported import ANY, check_supported
 from funcga._grad import GradientFunction
 from funcga._tools import load
@@ -138,16 +139,8 @@ def accumulate(
         (tensor(1.), {'w': tensor([-2., -2.])})
     """
     searches = n == "auto" and microbatch_size is None
-    count, rows = (None, None) if searches else read_sizes(n, microbatch_size, ', or n="auto"')
-    program = read_program(
-        grad_fn,
-        fold,
-        weight,
-        in_axes,
-        across,
-        n=count,
-        microbatch_size=rows,
-    )
+    split = Split() if searches else read_split(n, microbatch_size, ', or n="auto"')
+    program = read_program(grad_fn, fold, weight, in_axes, across, split)
     given = totals, observe, drop, drop_if
     if searches or given.count(None) < len(given):
         program = compose(program, *given, searches=searches)

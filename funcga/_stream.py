@@ -96,7 +96,7 @@ def stream(
         ...     print(step(torch.tensor(1.0), window))
         tensor(2.)
     """
-    program = read_program(grad_fn, fold, weight, in_axes, across, device=device)
+    program = read_program(grad_fn, fold, weight, in_axes, across)
     given = totals, observe, drop, drop_if
     if given.count(None) < len(given):
         program = compose(program, *given)
@@ -134,8 +134,9 @@ def stream(
             if program.prologue is not None:
                 again = partial(map, _fields, microbatches)
                 of_stream = program.prologue.of_stream
-                kwargs, items = of_stream(program, backend, tuple(leading), items, again, kwargs)
-            return backend.loop.stream(program, backend)(tuple(leading), items, kwargs)
+                call = tuple(leading), items, again, kwargs, device
+                kwargs, items = of_stream(program, backend, *call)
+            return backend.loop.stream(program, backend)(tuple(leading), items, kwargs, device)
 
     return streamed
 

@@ -20,7 +20,7 @@ from jax.export import is_symbolic_dim
 
 from funcga._backend import Backend
 from funcga._call import Program
-from funcga._call.arguments import Arguments, groups
+from funcga._call.arguments import Arguments
 from funcga._fold import LEAST32, MOST32, LeafFold, Tally, check_narrow
 from funcga._fold.accumulator import unit_of
 from funcga._fold.outputs import Outputs
@@ -82,7 +82,7 @@ def fold_batch(
             args, kwargs = varying((args, kwargs), replicas)
         arguments = program.read(args, backend)
         rows = arguments.rows()
-        sizes = groups(rows, program.n, program.microbatch_size)
+        sizes = program.split.groups(rows)
         narrow = None
         if spread.blocks > 1:
             narrow = sharding.narrowing(spread.blocks, sizes)
@@ -395,8 +395,8 @@ def _finished(program: Program, outputs: Outputs, folded: Folded, kwargs: Kwargs
     if program.skip is not None:
         parts = program.skip.in_jax.unless_rejected(outputs, folded, *parts)
     result = outputs.join(*parts)
-    if program.epilogues:
-        result = program.finish(outputs.backend, result, kwargs)
+    if program.watch is not None:
+        result = program.watch.observed(program, outputs.backend, result, kwargs)
     # Raises FuncgaError, which names the leaf, for a result that is lost where the host sees it.
     lost: list[jax.Array] = []
     for (leaf_index, fold), reduced in zip(outputs.reduced.items(), folded.reduced, strict=True):
@@ -427,9 +427,10 @@ def tallies_of(outputs: Outputs, total: Tally, unit: Scalar) -> list[Tally]:
 # -- stream: a program for each micro-batch
 
 
-def stream(program: Program, backend: Backend) -> Callable[[Args, Iterator[Args], Kwargs], Tree]:
-    """f(leading, microbatches, kwargs): the fold of the program over an iterable of
-    micro-batches.
+def stream(program: Program, backend: Backend) -> Callable[..., Tree]:
+    """f(leading, microbatches, kwargs, device): the fold of the program over an iterable of
+    micro-batches, moved to the device if there is one, each while the one before it is computed
+    with.
     """
     # Nothing is cached inside of a trace, as it may close over its tracers.
     if is_tracing():
@@ -451,11 +452,17 @@ class _Stream:
         self.add = jax.jit(self._add, static_argnums=0, donate_argnums=1)
         self.finish = Compiled(self._finish, is_checked=True)
 
-    def fold(self, leading: Args, microbatches: Iterator[Args], kwargs: Kwargs) -> Tree:
+    def fold(
+        self,
+        leading: Args,
+        microbatches: Iterator[Args],
+        kwargs: Kwargs,
+        device: object = None,
+    ) -> Tree:
         """The fold over the micro-batches; each is released once it is folded."""
         with merging_over(self.program.across) as replicas:
-            if self.program.device is not None:
-                microbatches = moved(microbatches, self.program.device)
+            if device is not None:
+                microbatches = _moved(microbatches, device)
             if replicas is not None:
                 leading, kwargs = varying((leading, kwargs), replicas)
                 microbatches = map(partial(varying, replicas=replicas), microbatches)
@@ -480,7 +487,7 @@ class _Stream:
                     "the stream is empty: there is no micro-batch to fold, and so no structure to "
                     "return. Check the loader, or that a generator was not used up before."
                 )
-            if not self.program.epilogues:
+            if self.program.watch is None:
                 kwargs = {}  # not needed by finish
             return self.finish((bound.outputs, replicas), folded, chunks, kwargs)
 
@@ -538,7 +545,7 @@ class Bound:
     outputs: Outputs
 
 
-def moved(items: Iterator[Args], device: object) -> Iterator[Args]:
+def _moved(items: Iterator[Args], device: object) -> Iterator[Args]:
     """The items of a stream with their arrays on a device, each copied while the one before it is
     computed with.
     """

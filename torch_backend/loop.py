@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from funcga._backend import Backend
 from funcga._call import Program
-from funcga._call.arguments import Argument, Arguments, groups, starts
+from funcga._call.arguments import Argument, Arguments, starts
 from funcga._call.supported import MODULE
 from funcga._fold import weight_on_host
 from funcga._grad import GradientFunction
@@ -32,7 +32,7 @@ from torch_backend.engine.leaves import Own
 from torch_backend.engine.plan import Plan, Plans, call_key
 from torch_backend.engine.window import Window
 from torch_backend.modules.checks import check_not_wrapped, modules_in
-from torch_backend.prefetch import moved as moved
+from torch_backend.prefetch import moved
 from torch_backend.reduce import reductions_of
 from torch_backend.reduce import telling as telling_windows
 from torch_backend.replicas import are_processes
@@ -71,8 +71,8 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
         if cuts and key is not None and window.plan is not plan:
             new = window.plan.with_cuts(arguments, cuts, devices)
             program.memory.keep(Plans).put(key, new)
-        if job.epilogues:
-            return job.finish(backend, result, kwargs, None if cuts else arguments)
+        if job.watch is not None:
+            return job.watch.observed(job, backend, result, kwargs, None if cuts else arguments)
         return result
 
     return fold if "torch._dynamo" not in sys.modules else _not_traced(fold, program)
@@ -116,24 +116,28 @@ def run_window(
 
 
 def stream(program: Program, backend: Backend) -> Callable[..., Any]:
-    """f(leading, microbatches, kwargs): the fold of the program over an iterable of
-    micro-batches.
+    """f(leading, microbatches, kwargs, device): the fold of the program over an iterable of
+    micro-batches, moved to the device if there is one, each while the one before it is computed
+    with.
     """
 
     def fold(
-        leading: tuple[Tree, ...], items: Iterator[tuple[Tree, ...]], kwargs: dict[str, Tree]
+        leading: tuple[Tree, ...],
+        items: Iterator[tuple[Tree, ...]],
+        kwargs: dict[str, Tree],
+        device: object = None,
     ) -> Tree:
         source, plans, state = Source(program, backend), program.memory.keep(Plans), list[Any]()
         job, flat = source.program, [*map(trees.flatten, leading)]
-        if job.device is not None:
+        if device is not None:
             # Weighed on the host, so that nothing waits for a copy. A map keeps no item alive.
             weigh = partial(_weigh, job, backend, leading)
-            items = moved(map(weigh, items), job.device)
+            items = moved(map(weigh, items), device)
         window: Any = None
         plan, key, nothing = None, None, None
         with ExitStack() as stack:
             for item, last in _marked(items, source.wrapped is not None):
-                *item, weight = item if job.device is not None else (*item, None)
+                *item, weight = item if device is not None else (*item, None)
                 arguments = _read(job, (*leading, *item), backend)
                 # The arguments hold the item. Without references one micro-batch lives at a time.
                 del item
@@ -161,7 +165,9 @@ def stream(program: Program, backend: Backend) -> Callable[..., Any]:
                 result = window.result_without_microbatches(nothing, named, state)
         if nothing is None and key is not None and window.plan is not plan:
             plans.put(key, window.plan)
-        return job.finish(backend, result, kwargs, nothing) if job.epilogues else result
+        if job.watch is not None:
+            return job.watch.observed(job, backend, result, kwargs, nothing)
+        return result
 
     return fold if "torch._dynamo" not in sys.modules else _not_traced(fold, program)
 
@@ -291,10 +297,8 @@ def cut(
         # Only sums and extremes come out the same whichever rows share a micro-batch.
         if not arguments.state and all(fold.reducer.monoid.collective for fold in folds):
             devices = devices_of_rows(arguments)
-    rows, size = arguments.rows(may_be_empty=may_be_short) // devices, program.microbatch_size
-    if size is not None:
-        size = max(1, size // devices)
-    return arguments, starts(groups(rows, program.n, size)) if rows else (), devices
+    rows = arguments.rows(may_be_empty=may_be_short) // devices
+    return arguments, starts(program.split.groups(rows, devices)) if rows else (), devices
 
 
 def views_of(
@@ -371,8 +375,7 @@ def _read(program: Program, args: tuple[Tree, ...], backend: Backend) -> Argumen
     rows are to be counted.
     """
     arguments = program.read(args, backend)
-    is_cut = program.n is not None or program.microbatch_size is not None
-    for part in arguments.parts if is_cut or program.weight is None else ():
+    for part in arguments.parts if any(program.split) or program.weight is None else ():
         nodes = []
         if part.axes:
             nodes = trees.flatten(part.value, lambda node: isinstance(node, PackedSequence))[0]

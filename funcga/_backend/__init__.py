@@ -5,7 +5,7 @@ The mathematics of a fold is in this package and is written against an array nam
 about its arrays, its loop and its gradients.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -133,16 +133,9 @@ class Loop(Protocol):
         ...
 
     def stream(self, program: Program, backend: "Backend") -> Callable[..., Any]:
-        """f(leading, microbatches, kwargs): the fold of the program over an iterable of
-        micro-batches.
-        """
-        ...
-
-    def moved(
-        self, items: Iterator[tuple[Tree, ...]], device: object
-    ) -> Iterator[tuple[Tree, ...]]:
-        """The items of a stream with their arrays on a device, each copied while the one before it
-        is computed with.
+        """f(leading, microbatches, kwargs, device): the fold of the program over an iterable of
+        micro-batches, moved to the device if there is one, each while the one before it is
+        computed with.
         """
         ...
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from funcga import normalizers, reducers
 from funcga._backend import Backend
 from funcga._backend.dispatch import backend_of, import_backends, load_imported
-from funcga._call.arguments import Arguments, argument_names, read_arguments
+from funcga._call.arguments import Arguments, Split, argument_names, read_arguments
 from funcga._call.supported import MODULE
 from funcga._fold import check_weight
 from funcga._fold.outputs import Outputs, bind_outputs
@@ -92,18 +92,15 @@ class Program:
     fold: FoldTree
     weight: WeightFn | None = None
     in_axes: Tree = None
-    n: int | None = None
-    microbatch_size: int | None = None
-    device: Any = None
+    split: Split = Split()  # noqa: RUF009 - a tuple; of a stream, which comes split, it is empty
     across: Across = None
     memory: Memory = field(default_factory=Memory, repr=False)
-    # Of tools: what a call computes of its batch before its first micro-batch, and makes of its
-    # result after the last.
+    # Of tools: what a call computes of its batch before its first micro-batch; what is folded of
+    # each gradient beside the value, and what a result becomes by that; which micro-batches are
+    # left out, by their values.
     prologue: Any = None
-    epilogues: tuple[Callable[..., Tree], ...] = ()
-    watch: Any = None  # of a tool: what it folds of each gradient, beside the value
-    skip: Any = None  # of a tool: which micro-batches are left out, by their values
-    on_each: Any = None  # of a plan: what runs a function on every device of a mesh
+    watch: Any = None
+    skip: Any = None
 
     @cached_property
     def is_exact(self) -> bool:
@@ -129,20 +126,6 @@ class Program:
             return nullcontext()
         told = (backend.loop.telling((self, *later), backend) for backend in load_imported())
         return next((context for context in told if context is not None), nullcontext())
-
-    def finish(
-        self,
-        backend: Backend,
-        result: Tree,
-        kwargs: dict[str, Tree],
-        arguments: Arguments | None = None,
-    ) -> Tree:
-        """What a call returns, from the result of a finished window. `arguments` are those of the
-        call if no micro-batch has been bound.
-        """
-        for epilogue in self.epilogues:
-            result = epilogue(self, backend, result, kwargs, arguments)
-        return result
 
     def replicas(self, backend: Backend) -> Any:
         """The replicas that `across=` names; None without it. FuncgaError if it names none."""
@@ -217,11 +200,9 @@ def _ignores_weights(fold: Fold) -> bool:
     )
 
 
-def read_sizes(
-    n: object, microbatch_size: object, instead: str = ""
-) -> tuple[int | None, int | None]:
-    """`n` and `microbatch_size` of a step, one of them None. Raises FuncgaError unless exactly
-    one is given and is a count; `instead` is what else n may be.
+def read_split(n: object, microbatch_size: object, instead: str = "") -> Split:
+    """The Split of a step. Raises FuncgaError unless exactly one of the two is given and is a
+    count; `instead` is what else n may be.
     """
     if (n is None) == (microbatch_size is None):
         count = "neither" if n is None else "both"
@@ -230,8 +211,8 @@ def read_sizes(
             "micro-batches, or accumulate(grad_fn, microbatch_size=4) for micro-batches of 4 rows."
         )
     if n is None:
-        return None, check_count(microbatch_size, "microbatch_size")
-    return check_count(n, "n", instead), None
+        return Split(None, check_count(microbatch_size, "microbatch_size"))
+    return Split(check_count(n, "n", instead))
 
 
 def read_program(
@@ -240,10 +221,7 @@ def read_program(
     weight: WeightFn | None,
     in_axes: Tree,
     across: Across,
-    *,
-    n: int | None = None,
-    microbatch_size: int | None = None,
-    device: object = None,
+    split: Split = Split(),  # noqa: B008 - a tuple
 ) -> Program:
     """The Program of these options. Raises FuncgaError if grad_fn or weight cannot be called."""
     check_callable(grad_fn, "grad_fn", "funcga.value_and_grad(loss_fn)")
@@ -261,17 +239,7 @@ def read_program(
     import_backends()
     step = None if across is None else step_of(grad_fn)
     memory = Memory(step, {} if owner is None else {**owner.options})
-    return Program(
-        grad_fn,
-        fold,
-        weight,
-        in_axes,
-        n,
-        microbatch_size,
-        device,
-        across,
-        memory,
-    )
+    return Program(grad_fn, fold, weight, in_axes, split, across, memory)
 
 
 def _is_exact(folds: Tree) -> bool:

@@ -275,22 +275,32 @@ def argument_names(function: Callable[..., object], count: int) -> list[str]:
     return [*names, *[f"args[{arg_index}]" for arg_index in range(len(names), count)]][:count]
 
 
-def groups(rows: int, n: int | None, microbatch_size: int | None) -> list[tuple[int, int]]:
-    """(count, size) of the micro-batches in order: at most two sizes.
+class Split(NamedTuple):
+    """How a batch is split: into n micro-batches, or into micro-batches of so many rows.
 
     `n` micro-batches, or one for each row if these are fewer, differ by at most one row; those of
     `microbatch_size` rows leave a smaller last one.
     """
-    if microbatch_size is not None:
-        sizes = [(rows // microbatch_size, microbatch_size), (1, rows % microbatch_size)]
-    elif n is not None:
-        n = min(n, rows)
-        # Not divmod, which torch.compile lacks for symbolic sizes. The first ones have one row
-        # more, as in numpy.array_split.
-        size, longer = rows // n, rows % n
-        sizes = [(longer, size + 1), (n - longer, size)]
-    # If the rows divide evenly there is one size.
-    return [(count, size) for count, size in sizes if count and size]
+
+    n: int | None = None
+    microbatch_size: int | None = None
+
+    def groups(self, rows: int, devices: int = 1) -> list[tuple[int, int]]:
+        """(count, size) of the micro-batches of so many rows in order: at most two sizes.
+
+        `devices`: over how many a micro-batch lies, of which each has the same rows.
+        """
+        if self.microbatch_size is not None:
+            size = max(1, self.microbatch_size // devices)
+            sizes = [(rows // size, size), (1, rows % size)]
+        elif self.n is not None:
+            n = min(self.n, rows)
+            # Not divmod, which torch.compile lacks for symbolic sizes. The first ones have one row
+            # more, as in numpy.array_split.
+            size, longer = rows // n, rows % n
+            sizes = [(longer, size + 1), (n - longer, size)]
+        # If the rows divide evenly there is one size.
+        return [(count, size) for count, size in sizes if count and size]
 
 
 def starts(sizes: list[tuple[int, int]]) -> list[tuple[int, int]]:

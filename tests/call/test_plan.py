@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import funcga
 from benchmarks.torch_measure import Watch
 from funcga._call import step_program
+from funcga._call.arguments import Split
 from funcga.tools.plan import smallest_that_fits
 from funcga.tools.plan.in_torch import peak
 from tests.processes import processes
@@ -272,7 +273,7 @@ def over_replicas(group, make, n, how):
                              weight=counts, across=across)  # fmt: skip
     with Watch() as planning:
         plan = funcga.plan(step, params, *batch, memory=10**12)
-        parts = peak(replace(step_program(step), n=n), lambda p: BACKEND.loop.accumulate(p, BACKEND), (params, *batch), {}, BACKEND)  # fmt: skip
+        parts = peak(replace(step_program(step), split=Split(n)), lambda p: BACKEND.loop.accumulate(p, BACKEND), (params, *batch), {}, BACKEND)  # fmt: skip
     assert plan.n == 1
     taken = []
     for _ in range(2):

@@ -101,7 +101,7 @@ class WrappedWindow(Window):
         # Whether what is beside the gradients is added after the backward pass, which tells what
         # that is.
         self.adds_late = program.skip is not None or program.watch is not None
-        self.is_stream = not (program.n or program.microbatch_size)
+        self.is_stream = not any(program.split)
         # Whether every pass reduces, for which it has to see each gradient.
         self.meets = self.wrapper.meets_in_every_pass
         self.may_fuse = not self.meets

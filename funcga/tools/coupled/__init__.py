@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from funcga import normalizers
 from funcga._accumulate import TotalsFn
 from funcga._backend import Backend
-from funcga._call import Memory, Program, read_program, read_sizes
+from funcga._call import Memory, Program, read_program, read_split
 from funcga._call.arguments import Arguments
 from funcga._fold import Tally
 from funcga._fold.outputs import Outputs
@@ -104,8 +104,8 @@ def coupled(
     check_callable(summary_fn, "summary_fn", "lambda params, x: model(params, x)")
     gradient = value_and_grad(loss_fn, argnums, has_aux)
     assert isinstance(gradient, GradientFunction)
-    count, rows = read_sizes(n, microbatch_size)
-    program = read_program(summary_fn, fold, weight, in_axes, across, n=count, microbatch_size=rows)
+    split = read_split(n, microbatch_size)
+    program = read_program(summary_fn, fold, weight, in_axes, across, split)
     if totals is not None:
         program = load("totals", "totals=").counted(program, totals)
     job = Coupled.of(program, gradient, None if across is None else step_of(loss_fn))
@@ -158,7 +158,7 @@ class Coupled:
         """What a step with this program computes. The second pass is counted apart: `step`
         identifies it across replicas.
         """
-        first = replace(program, prologue=None, epilogues=())
+        first = replace(program, prologue=None)
         return cls(program, first, replace(first, memory=Memory(step)), gradient)
 
     def passes(self, backend: Backend) -> Callable[..., Any]:

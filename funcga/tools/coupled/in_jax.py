@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from funcga._backend import Backend
-from funcga._call.arguments import groups
 from funcga._types import Tree
 from funcga.tools.coupled import SUM, Coupled, Summaries, unused
 from jax_backend import arrays, sharding
@@ -103,8 +102,7 @@ def _in_two_passes(
     result, _ = accumulated(second, backend, spread, (*args, indices), kwargs)
     grads = result[0] if outputs.threads else result
     pairs = zip(grads, of_params, strict=True)
-    composed = job.gradient.compose(loss, aux, [jax.tree.map(jnp.add, *pair) for pair in pairs])
-    return program.finish(backend, composed, kwargs)
+    return job.gradient.compose(loss, aux, [jax.tree.map(jnp.add, *pair) for pair in pairs])
 
 
 def _rows(
@@ -114,7 +112,7 @@ def _rows(
     cotangent of a collected leaf.
     """
     replicas = job.program.replicas(backend)
-    (_, size), *smaller = groups(rows, job.program.n, job.program.microbatch_size)
+    (_, size), *smaller = job.program.split.groups(rows)
 
     def rows_of(index: jax.Array, leaf_index: int, part: jax.Array, axis: int) -> jax.Array:
         cotangent, of_part = cotangents[leaf_index], part.shape[axis]

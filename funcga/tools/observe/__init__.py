@@ -30,7 +30,7 @@ def observed(program: Program, observe: Tree) -> Program:
     """The program that returns (result, observation)."""
     observers = Observers(observe, program.grad_fn)
     program.memory.options["observe="] = observers.name
-    return replace(program, watch=observers, epilogues=(*program.epilogues, observers.observed))
+    return replace(program, watch=observers)
 
 
 class Observers:

@@ -16,7 +16,7 @@ from funcga._accumulate import accumulate
 from funcga._backend import Backend
 from funcga._backend.dispatch import load
 from funcga._backend.prefixes import paths_and_leaves
-from funcga._call.arguments import Arguments, groups, read_arguments, starts
+from funcga._call.arguments import Arguments, Split, read_arguments, starts
 from funcga._grad import value_and_grad
 from funcga._types import Array, Dtype, Scalar, Tree
 from funcga.errors import FuncgaError
@@ -148,7 +148,7 @@ class Side:
     @cached_property
     def parts(self) -> list[Part]:
         """The n micro-batches."""
-        sizes = starts(groups(self.arguments.rows(), self.n, None))
+        sizes = starts(Split(self.n).groups(self.arguments.rows()))
         with self.running():
             cut = [(self.arguments.cut(start, size, []), size) for start, size in sizes]
             return [Part(args, rows, self.weight(args, rows)) for args, rows in cut]

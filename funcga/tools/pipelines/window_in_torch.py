@@ -61,7 +61,7 @@ class ScheduledWindow(WrappedWindow):
         self.stages, *self.reductions = self.merges
         self.pipeline = owner.pipeline
         # micro-batches of a step of the schedule; None if all of the window are one.
-        self.count = owner.n_microbatches or program.n
+        self.count = owner.n_microbatches or program.split.n
         # In the last stage: the loss and the aux of each micro-batch, by its number, and the first
         # error of a loss.
         self.values: dict[int, tuple[torch.Tensor, Tree]] = {}

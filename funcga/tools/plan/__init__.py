@@ -13,11 +13,13 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from typing import Any
 
 from funcga._backend import Backend
 from funcga._call import Program, read_program, step_program
+from funcga._call.arguments import Split
 from funcga._types import GradFn, Tree
 from funcga.errors import FuncgaError
 from funcga.folds import mean
@@ -185,10 +187,9 @@ def plan(
             "state=tx.init(params))."
         )
     program = program or read_program(grad_fn, mean(), None, None, None)
-    program = replace(program, on_each=on_each)
     backend = program.backend(args, kwargs)
     count = None if memory is None else read_memory(memory)
-    return planned(program, backend, args, kwargs, count, state, job)
+    return planned(program, backend, args, kwargs, count, state, job, on_each)
 
 
 def planned(
@@ -199,26 +200,31 @@ def planned(
     memory: int | None = None,
     state: Tree = None,
     job: Any = None,
+    on_each: Any = None,
 ) -> Plan:
-    """The Plan of a program, or of a step of `coupled` if there is a job."""
+    """The Plan of a program, or of a step of `coupled` if there is a job. `on_each` runs a step on
+    every device of a mesh.
+    """
     own = side(backend)
     measured: dict[int, dict[str, int]] = {}
 
     def window(program: Program) -> Callable[..., Tree]:
+        step: Callable[..., Tree]
         if job is None:
-            return backend.loop.accumulate(program, backend)
-        step: Callable[..., Tree] = job.of(program, job.gradient, None).passes(backend)
-        return step
+            step = backend.loop.accumulate(program, backend)
+        else:
+            step = job.of(program, job.gradient, None).passes(backend)
+        return step if on_each is None else partial(on_each, step)
 
     def measure(n: int) -> dict[str, int]:
         if n not in measured:
-            of_n = replace(program, n=n, microbatch_size=None)
+            of_n = replace(program, split=Split(n))
             measured[n] = own.peak(of_n, window, args, kwargs, backend)
             if state is not None:
                 measured[n]["state"] = own.nbytes(state)
         return measured[n]
 
-    rows = own.rows(program, args, backend)
+    rows = own.rows(program, args, backend, on_each)
     if memory is None:
         memory = _free_memory(backend, (args, kwargs, state), measure(1))
     n, fits = smallest_that_fits(measure, rows, memory)

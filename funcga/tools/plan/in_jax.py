@@ -20,15 +20,14 @@ def is_shape(leaf: Any) -> bool:
     return isinstance(leaf, jax.ShapeDtypeStruct)
 
 
-def rows(program: Program, args: tuple[Tree, ...], backend: Backend) -> int:
-    """The number of rows of the arguments of a call."""
+def rows(program: Program, args: tuple[Tree, ...], backend: Backend, on_each: Any) -> int:
+    """The number of rows of the arguments of a call; of a device, if it runs `on_each`."""
     found: list[int] = []
 
     def count(args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> None:
         found.append(program.read(args, backend).rows())
 
     static, arrays = trees.partition((args, {}))
-    on_each = program.on_each  # then they are those of one device
     function = count if on_each is None else partial(on_each, count, out_specs=None)
     jax.eval_shape(lambda arrays: function(*static.tree(arrays)), arrays)
     return found[0]
@@ -72,8 +71,7 @@ def peak(
     backend: Backend,
 ) -> dict[str, int]:
     """The peak memory of `window(program)(args, kwargs)`, in bytes by what they are."""
-    step = window(replace(program, memory=Memory()))
-    function = step if program.on_each is None else partial(program.on_each, step)
+    function = window(replace(program, memory=Memory()))
     static, arrays = trees.partition((args, kwargs))
     jitted = jax.jit(lambda arrays: function(*static.tree(arrays)), keep_unused=True)
     sizes: Any = jitted.lower(arrays).compile().memory_analysis()

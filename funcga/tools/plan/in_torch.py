@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcga._backend import Backend
 from funcga._call import Memory, Program, owner_of
-from funcga._call.arguments import Arguments, groups, starts
+from funcga._call.arguments import Arguments, Split, starts
 from funcga._grad import GradientFunction
 from funcga._types import Tree
 from funcga.errors import FuncgaError
@@ -38,7 +38,7 @@ def is_shape(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.device.type == "meta"
 
 
-def rows(program: Program, args: tuple[Tree, ...], backend: Backend) -> int:
+def rows(program: Program, args: tuple[Tree, ...], backend: Backend, on_each: None) -> int:
     """The number of rows of the arguments of a call."""
     return program.read(args, backend).rows()
 
@@ -105,7 +105,7 @@ def peak(
         params = _sizes(trees.flatten((whole, kwargs))[0])
         follower = _Follower({**params, **batch}, wrapper.held)
         args, n = _first(program, arguments, args, isinstance(owner, WrappedGradient))
-        step = window(replace(program, n=n, memory=Memory(program.memory.step)))
+        step = window(replace(program, split=Split(n), memory=Memory(program.memory.step)))
         try:
             with (
                 torch.random.fork_rng(devices=[]),
@@ -211,13 +211,13 @@ def _first(
 
     All others are like the second one, or the third one if the module is wrapped.
     """
-    n, enough = program.n, 4 if is_wrapped else 2
+    n, enough = program.split.n, 4 if is_wrapped else 2
     folds = [fold for fold in trees.flatten(program.fold)[0] if isinstance(fold, Fold)]
     # What collects or threads may hold more with each micro-batch.
     grows = arguments.state or any(fold.reducer.monoid.collective is None for fold in folds)
     if n is None or n <= enough or grows or program.prologue is not None:
         return args, n
-    sizes = [size for _, size in starts(groups(arguments.rows(), n, None))]
+    sizes = [size for _, size in starts(program.split.groups(arguments.rows()))]
     # The first micro-batches are the larger ones, so that rows for all of these are cut into the
     # same sizes.
     sizes = [*sizes[:3], sizes[-1]] if is_wrapped else sizes[:2]

@@ -9,6 +9,7 @@ from typing import Any
 from funcga._backend import Backend
 from funcga._backend.dispatch import load_imported
 from funcga._call import Memory, Program, owner_of
+from funcga._call.arguments import Split
 from funcga.errors import FuncgaError
 from funcga.tools.plan import planned, side
 
@@ -50,7 +51,9 @@ class Search:
         def run(n: int) -> Any:
             if undo is not None:  # an earlier attempt may have written to the module's buffers
                 undo()
-            program = self.programs.setdefault(n, replace(self.program, n=n, memory=Memory()))
+            program = self.programs.setdefault(
+                n, replace(self.program, split=Split(n), memory=Memory())
+            )
             result = backend.loop.accumulate(program, backend)(args, kwargs)
             # JAX raises when the result is waited for.
             for leaf in backend.trees.flatten(result)[0]:

@@ -19,6 +19,7 @@ from funcga._call import Memory, Program, owner_of
 from funcga._call.arguments import CARRY, read_arguments
 from funcga._call.supported import MODULE
 from funcga._replicas import step_of
+from funcga._tools import load
 from funcga._types import Array, Namespace, Reduced, Tree
 from funcga.errors import FuncgaError, check_callable
 from funcga.folds import Fold, sum
@@ -74,11 +75,9 @@ class Totals:
             fold=sum() if has_long_integers else _SUM,
             weight=None,
             in_axes=in_axes,
-            device=None,
             across=across,
             memory=self.memory,
             prologue=None,
-            epilogues=(),
             watch=None,
             skip=None,
         )
@@ -91,13 +90,15 @@ class Totals:
         items: Iterator[Any],
         again: Callable[[], Iterator[Any]],
         kwargs: dict[str, Tree],
+        device: object,
     ) -> tuple[dict[str, Tree], Iterator[Any]]:
         """(the keyword arguments with the totals of a stream, its micro-batches `again`)."""
         first, second = counter(), counter()
         fold = backend.loop.stream(self.program(program, backend), backend)
         totals = fold(leading, _numbered(items, first), {})
-        if program.device is not None:
-            ((totals,),) = backend.loop.moved(iter([(totals,)]), program.device)
+        if device is not None:
+            convert = getattr(load("trees", "device="), f"to_{backend.name}")
+            totals = convert(totals, copy=None, device=device)
         items = chain(_numbered(again(), second), _check_same(next(first), second))
         return dict(**kwargs, totals=totals), items
 

@@ -336,8 +336,7 @@ def _counts(n: int | Sequence[int] | None, probe: Probe) -> list[int]:
     # Refuses what has no rows to be cut, such as a sparse tensor.
     probe.arguments.cut(0, 1, probe.arguments.state)
     if n is None and job is not None:
-        size = job.program.microbatch_size
-        n = -(-rows // size) if size else job.program.n
+        n = sum(count for count, _ in job.program.split.groups(rows))
     several = n if isinstance(n, tuple | list) else [1 if n is None else n]
     counts = [check_count(count, "n", ", or several: n=(2, 3)") for count in several]
     return list(dict.fromkeys(min(count, rows) for count in counts if count > 1))

@@ -101,7 +101,7 @@ def fixed_number(case: Case) -> Iterator[Answer]:
     """
     probe, job, every = case.probe, case.probe.job, case.probe.all_rows
     assert job is not None
-    size = job.program.microbatch_size or -(-probe.rows // (job.program.n or 1))
+    _, size = job.program.split.groups(probe.rows)[0]
     fewer = [every[: min(rows, probe.rows - 1)] for rows in (size, probe.rows // 2, probe.rows)]
     working = [rows for rows in (every, *fewer) if probe.try_values(rows) is not None]
     # An error that is not about their number is that of a later question.
