@@ -7,7 +7,14 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
-from funcga._call import OwningGradient, Program, owner_of, read_program, read_split
+from funcga._call import (
+    OwningGradient,
+    Program,
+    backend_of_call,
+    owner_of,
+    read_program,
+    read_split,
+)
 from funcga._call.arguments import Split
 from funcga._call.supported import ANY, check_supported
 from funcga._grad import GradientFunction
@@ -157,7 +164,7 @@ def accumulate(
         """The fold of grad_fn over the micro-batches that the arguments are split into."""
         with program.telling() if is_told else nullcontext():
             # The arrays of each call determine the framework.
-            backend = program.backend(args, kwargs)
+            backend = backend_of_call(grad_fn, args, kwargs)
             if search is None:
                 return backend.loop.accumulate(program, backend)(args, kwargs)
             this().n, result = search(backend, args, kwargs)  # type: ignore[union-attr]

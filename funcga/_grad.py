@@ -7,10 +7,17 @@ from dataclasses import dataclass, field
 from typing import Any, overload
 
 from funcga._backend import Arrays, Backend
-from funcga._backend.dispatch import backend_of, import_backends
-from funcga._call import Memory
+from funcga._backend.dispatch import import_backends
+from funcga._call import Memory, backend_of_call
 from funcga._call.arguments import argument_names
-from funcga._fold import as_number, check_quantity, has_no_axes
+from funcga._fold import (
+    accumulator_dtype,
+    as_number,
+    check_quantity,
+    describe,
+    has_no_axes,
+    kind,
+)
 from funcga._types import Array, GradFn, LossFn, P, R, Scalar, Tree
 from funcga.errors import FuncgaError, check_callable
 
@@ -53,9 +60,7 @@ class GradientFunction:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tree:
         """The value and gradient, or the gradient, at these arguments."""
-        # Names are only for errors.
-        names = lambda: [*argument_names(self.loss_fn, len(args)), *kwargs]
-        backend = backend_of([*args, *kwargs.values()], names)
+        backend = backend_of_call(self.loss_fn, args, kwargs)
         return backend.loop.alone(self, backend)(*args, **kwargs)
 
     def bound(self, backend: Backend, counts: bool = True) -> GradFn:
@@ -140,12 +145,12 @@ class GradientFunction:
         is_pair = isinstance(output, tuple | list) and len(output) == 2
         loss, aux = output if self.has_aux and is_pair else (output, None)
         is_scalar = arrays.is_array(loss) and loss.shape == ()
-        if self.has_aux > is_pair or not is_scalar or arrays.kind(loss.dtype) != "float":
+        if self.has_aux > is_pair or not is_scalar or kind(loss.dtype) != "float":
             aux = "has_aux=True asks for a pair: return loss, aux"
             if not self.has_aux:
                 aux = "to return (loss, aux) say has_aux=True"
             raise FuncgaError(
-                f"the loss is {arrays.describe(loss)}, and a gradient is that of a scalar, a "
+                f"the loss is {describe(loss)}, and a gradient is that of a scalar, a "
                 "real number: return loss.mean(), or loss.sum() with fold=funcga.per_weight(); "
                 f"{aux}."
             )
@@ -191,9 +196,9 @@ class GradientFunction:
 def scaled_loss(loss: Array, scale: Scalar, arrays: Arrays) -> Array:
     """The loss times its scale, as at least float32."""
     # The usual scale, 65,536, overflows in float16.
-    dtype = arrays.accumulator_dtype(loss.dtype)
-    wide = arrays.cast(loss, dtype)
-    return wide * (arrays.cast(scale, dtype, loss) if arrays.is_array(scale) else scale)
+    dtype = accumulator_dtype(loss.dtype, arrays)
+    wide = arrays.as_array(loss, dtype)
+    return wide * (arrays.as_array(scale, dtype, loss) if arrays.is_array(scale) else scale)
 
 
 @overload

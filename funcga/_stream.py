@@ -8,7 +8,7 @@ from itertools import count, islice
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack, overload
 
 from funcga._accumulate import DropScope, DropTest, Options, TotalsFn, compose
-from funcga._call import owner_of, read_program
+from funcga._call import backend_of_call, owner_of, read_program
 from funcga._fold import has_no_axes
 from funcga._transform.window_size import WindowSize, check_size, size_after
 from funcga._types import Across, R, Tree, WeightFn
@@ -126,7 +126,7 @@ def stream(
                 # With other processes, the window raises the error on all of them. A module's
                 # parameters are then the only arrays.
                 own = () if owner is None else owner.parameters()
-            backend = program.backend((*leading, *(first or own)), kwargs)
+            backend = backend_of_call(grad_fn, (*leading, *(first or own)), kwargs)
             ahead = [] if first is None else [first]
             # A reference in this frame would keep the first micro-batch in memory during the loop.
             del first

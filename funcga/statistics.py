@@ -20,6 +20,7 @@ from typing import Any
 
 from funcga._backend import Backend
 from funcga._backend.dispatch import backend_of
+from funcga._fold import accumulator_dtype, describe
 from funcga._types import Array, Scalar, Tree
 from funcga.errors import FuncgaError
 from funcga.normalizers import Pooled
@@ -62,10 +63,10 @@ def batch_moments(statistics: Tree, count: Scalar) -> Tree:
 
     def stacked(path: str, mean: Array, variance: Array, _: None) -> Array:
         mean, variance = _unboxed(mean, backend), _unboxed(variance, backend)
-        dtype = arrays.accumulator_dtype(mean.dtype)
-        mean, variance = arrays.cast(mean, dtype), arrays.cast(variance, dtype)
+        dtype = accumulator_dtype(mean.dtype, arrays)
+        mean, variance = arrays.as_array(mean, dtype), arrays.as_array(variance, dtype)
         # The count is as large as the mean, so that one array holds all three.
-        amount = arrays.xp.zeros_like(mean) + arrays.cast(count, dtype)
+        amount = arrays.xp.zeros_like(mean) + arrays.as_array(count, dtype)
         return arrays.xp.stack((amount, mean, variance))
 
     return _each_layer(stacked, "statistics", statistics, None)
@@ -109,23 +110,25 @@ def running_statistics(statistics: Tree, pooled: Tree, *, share: Scalar, unbiase
         if not isinstance(new, Pooled) or new.mean.shape != mean.shape:
             found = new.mean if isinstance(new, Pooled) else new
             raise FuncgaError(
-                f"`{path}` is {arrays.describe(mean)}, and the pooled statistics for it are "
-                f"{arrays.describe(found)}. Give a Pooled of that shape: "
+                f"`{path}` is {describe(mean)}, and the pooled statistics for it are "
+                f"{describe(found)}. Give a Pooled of that shape: "
                 "what fold=funcga.pooled() makes of the statistics of micro-batches."
             )
         # In at least float32, as a small share of a float16 would be lost.
-        dtype = arrays.accumulator_dtype(mean.dtype)
-        count, new_mean, new_variance = (arrays.cast(part, dtype) for part in new)
+        dtype = accumulator_dtype(mean.dtype, arrays)
+        count, new_mean, new_variance = (arrays.as_array(part, dtype) for part in new)
         if unbiased:
             # The inner `where` keeps the division finite where the outer one discards it.
             factor = count / xp.where(count > 1, count - 1, 1)
             new_variance = new_variance * xp.where(count > 1, factor, 1)
-        part = arrays.cast(share, dtype) if arrays.is_array(share) else float(share)
+        part = arrays.as_array(share, dtype) if arrays.is_array(share) else float(share)
 
         def moved(old: Array, new: Array) -> Array:
-            wide = arrays.cast(old, dtype)
+            wide = arrays.as_array(old, dtype)
             # Unchanged if the count is 0.
-            return arrays.cast(xp.where(count > 0, (1 - part) * wide + part * new, wide), old.dtype)
+            return arrays.as_array(
+                xp.where(count > 0, (1 - part) * wide + part * new, wide), old.dtype
+            )
 
         return {"mean": moved(mean, new_mean), "var": moved(variance, new_variance)}
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,6 @@ from jax import lax
 from jax.export import is_symbolic_dim
 from jax.sharding import NamedSharding, PartitionSpec
 
-from funcga._fold import Tally, two_sum
 from funcga._types import Array, Dtype, Scalar, Tree
 from funcga.errors import FuncgaError
 from jax_backend import _private
@@ -23,46 +22,22 @@ if TYPE_CHECKING:
 xp = jnp
 
 
-def owns(leaf: object) -> bool:
-    """Whether only this framework can have made the leaf."""
-    return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
-
-
 def is_array(leaf: object) -> bool:
     """Whether the leaf can be split and folded as it is."""
     return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic)
 
 
-def as_array(leaf: Array) -> Array:
-    """The leaf as an array: itself, or a number as a 0-d array; TypeError for anything else."""
-    if is_array(leaf):
+def as_array(leaf: Any, dtype: Dtype | None = None, beside: Array | None = None) -> Array:
+    """The leaf as an array, a number as a 0-d array, in a dtype, and on the device of the one
+    beside it; TypeError for anything else.
+    """
+    # JAX itself places numbers, as all arrays of a program are on the same devices.
+    if dtype is None and is_array(leaf):
         return leaf
     # In a program exported for any number of rows, that number is a symbol.
-    if isinstance(leaf, int | float | complex) or is_symbolic_dim(leaf):
-        return jnp.asarray(leaf)
+    if dtype is not None or isinstance(leaf, int | float | complex) or is_symbolic_dim(leaf):
+        return jnp.asarray(leaf, dtype=dtype)
     raise TypeError(type(leaf).__name__)
-
-
-def describe(leaf: Array) -> str:
-    """`float32[8, 3]`, or the type of anything that is not an array."""
-    if is_array(leaf):
-        kind_of = "a NumPy array " if isinstance(leaf, np.ndarray | np.generic) else ""
-        dtype = "float0" if leaf.dtype == jax.dtypes.float0 else leaf.dtype
-        return f"{kind_of}{dtype}[{', '.join(map(str, leaf.shape))}]"
-    return "None" if leaf is None else f"of type {type(leaf).__name__}"
-
-
-def kind(dtype: Dtype) -> str:
-    """'bool', 'int', 'float', 'complex' or 'other'."""
-    return next((name for name, kinds in _KINDS.items() if jnp.issubdtype(dtype, kinds)), "other")
-
-
-_KINDS = {
-    "bool": jnp.bool_,
-    "int": jnp.integer,
-    "float": jnp.floating,
-    "complex": jnp.complexfloating,
-}
 
 
 def as_dtype(dtype: Dtype) -> Dtype:
@@ -76,25 +51,10 @@ def as_dtype(dtype: Dtype) -> Dtype:
     return named
 
 
-def accumulator_dtype(dtype: Dtype) -> Dtype:
-    """The dtype that sums of this dtype are held in: at least 32 bits."""
-    if jnp.issubdtype(dtype, jnp.floating):
-        return jnp.dtype("float32") if dtype.itemsize < 4 else dtype
-    if jnp.issubdtype(dtype, jnp.integer) or dtype == jnp.bool_:
-        return jnp.dtype("int32") if dtype.itemsize < 4 else dtype
-    return dtype
-
-
 def without_weak_type(leaf: Array) -> jax.Array:
     """The leaf as an array without a weak type, which a loop could not keep."""
     leaf = as_array(leaf)
     return jnp.asarray(leaf, dtype=leaf.dtype)
-
-
-def cast(array: Array, dtype: Dtype, beside: Array | None = None) -> jax.Array:
-    """The array, or number, in a dtype, and on the device of the one beside it."""
-    # JAX itself places numbers, as all arrays of a program are on the same devices.
-    return jnp.asarray(array, dtype=dtype)
 
 
 def slice(array: Array, axis: int, start: Scalar, size: int) -> jax.Array:
@@ -119,36 +79,6 @@ def scalar(weight: Scalar) -> Scalar:
         return weight
     # Reading from an accelerator would block.
     return weight.item() if {device.platform for device in weight.devices()} == {"cpu"} else weight
-
-
-def tally(weight: Scalar, steps: int = 1) -> Tally:
-    """The Tally of micro-batches that weigh this much together, in the widest type that counts."""
-    wide = jax.dtypes.canonicalize_dtype(np.float64) == np.float64
-    return Tally(addends(weight, wide), jnp.asarray(steps, dtype=jnp.int32))
-
-
-def addends(weight: Scalar, wide: bool) -> tuple[jax.Array, ...]:
-    """A weight as arrays that it is the sum of: one float64 if `wide`, else two of float32."""
-    if wide:
-        return (jnp.asarray(weight, dtype=jnp.float64),)
-    if is_symbolic_dim(weight):
-        weight = jnp.asarray(weight)
-    # The remainder of a Python number is exact in float64.
-    if not isinstance(weight, jax.Array):
-        high = np.float32(weight)
-        return jnp.asarray(high), jnp.asarray(np.float32(weight - float(high)))
-    if not jnp.issubdtype(weight.dtype, jnp.integer):
-        rounded = weight.astype(jnp.float32)
-        if weight.dtype.itemsize <= 4:
-            return rounded, jnp.zeros_like(rounded)
-        return rounded, (weight - rounded.astype(weight.dtype)).astype(jnp.float32)
-    # Integers: the lower 16 bits and the rest, each exact in float32.
-    low = (
-        weight & jnp.asarray(0xFFFF, dtype=weight.dtype)
-        if weight.dtype.itemsize > 2
-        else jnp.zeros_like(weight)
-    )
-    return two_sum((weight - low).astype(jnp.float32), low.astype(jnp.float32))
 
 
 def stored(array: Array) -> Array:

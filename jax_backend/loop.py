@@ -22,7 +22,7 @@ from funcga._backend import Backend
 from funcga._call import Program
 from funcga._call.arguments import Arguments
 from funcga._fold import LEAST32, MOST32, LeafFold, Tally, check_narrow
-from funcga._fold.accumulator import unit_of
+from funcga._fold.accumulator import addends, unit_of
 from funcga._fold.outputs import Outputs
 from funcga._grad import GradientFunction
 from funcga._tools import load
@@ -103,9 +103,9 @@ def fold_batch(
         if narrow is not None and not sharding.may_reorder_rows(outputs, size):
             narrow, spread = None, replace(spread, blocks=1)
             traced = trace(size, state)
-        total, unit = arrays.tally(0, steps=0), None
+        total, unit = tally_of(0, steps=0), None
         if program.weight is None and program.skip is None:  # so not counted in the loop
-            total = arrays.tally(rows, sum(count for count, _ in sizes))
+            total = tally_of(rows, sum(count for count, _ in sizes))
             # With equal rows as the unit each micro-batch weighs 1, so that XLA adds every gradient
             # in place. Else a power of 2, by which division is exact.
             unit = weights[0] * 1.0 if len(sizes) == 1 else 2.0 ** (size.bit_length() - 1)
@@ -165,7 +165,7 @@ def _evaluate(
         weight = program.weigh(arguments, args, size)
         if jax.dtypes.canonicalize_dtype(np.float64) != np.float64:
             check_narrow(weight)
-        tally = arrays.tally(weight)
+        tally = tally_of(weight)
         is_seen = isinstance(weight, int | float)
         if program.weight is not None and not is_seen and program.weighs_all(backend):
             remake = partial(_constant_if_weightless, tally.total)
@@ -406,6 +406,12 @@ def _finished(program: Program, outputs: Outputs, folded: Folded, kwargs: Kwargs
     return result, lost
 
 
+def tally_of(weight: Scalar, steps: int = 1) -> Tally:
+    """The Tally of micro-batches that weigh this much together, in the widest type that counts."""
+    is_wide = jax.dtypes.canonicalize_dtype(np.float64) == np.float64
+    return Tally(addends(weight, is_wide, arrays), jnp.asarray(steps, dtype=jnp.int32))
+
+
 def tallies_of(outputs: Outputs, total: Tally, unit: Scalar) -> list[Tally]:
     """A tally for each leaf that is reduced: in this unit for a mean; NaN if a float32 cannot hold
     it, as 0 would be wrong.
@@ -495,7 +501,7 @@ class _Stream:
         arguments = self._arguments(call)
         # Copied, as the carry is donated to each step, and the caller keeps the state that came in.
         state = [jnp.array(arrays.without_weak_type(leaf), copy=True) for leaf in arguments.state]
-        traced, nothing = self._traced(call, state), arrays.tally(0, steps=0)
+        traced, nothing = self._traced(call, state), tally_of(0, steps=0)
         outputs, _ = self.program.bind(traced.types[0], arguments)
         folded = _begin(outputs, spread, traced, state, nothing, self.program.skip)
         return folded, Bound(outputs)

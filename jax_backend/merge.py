@@ -17,6 +17,7 @@ from jax import lax
 
 from funcga._backend.prefixes import broadcast
 from funcga._fold import LeafFold, Tally
+from funcga._fold.accumulator import addends
 from funcga._fold.outputs import Outputs
 from funcga._types import Dtype, Scalar, Tree
 from funcga.errors import FuncgaError
@@ -117,7 +118,7 @@ def _merge_tally(collectives: "_Collectives", total: Tally) -> Callable[[], Tall
     limbs = len(total.weight)
     # As float32 a count would be exact up to 2**24 alone; as two addends it is as exact as the
     # weight.
-    numbers = jnp.stack([*total.weight, *arrays.addends(total.steps, wide=limbs == 1)])
+    numbers = jnp.stack([*total.weight, *addends(total.steps, limbs == 1, arrays)])
     gathered = collectives.rows(numbers)
 
     def later() -> Tally:
@@ -301,7 +302,7 @@ def _as_integers(numbers: jax.Array) -> jax.Array:
         return lax.bitcast_convert_type(numbers, jnp.int32)
     if jnp.issubdtype(numbers.dtype, jnp.floating):
         numbers = lax.bitcast_convert_type(numbers, _integer_like(numbers.dtype))
-    return arrays.cast(numbers, jnp.int32)
+    return jnp.asarray(numbers, jnp.int32)
 
 
 def _from_integers(integers: jax.Array, dtype: Dtype) -> jax.Array:
@@ -309,8 +310,8 @@ def _from_integers(integers: jax.Array, dtype: Dtype) -> jax.Array:
     if dtype.itemsize >= 4:
         return lax.bitcast_convert_type(integers, dtype)
     if jnp.issubdtype(dtype, jnp.floating):
-        return lax.bitcast_convert_type(arrays.cast(integers, _integer_like(dtype)), dtype)
-    return arrays.cast(integers, dtype)
+        return lax.bitcast_convert_type(jnp.asarray(integers, _integer_like(dtype)), dtype)
+    return jnp.asarray(integers, dtype)
 
 
 def _integer_like(dtype: Dtype) -> Dtype:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
+from funcga._fold import accumulator_dtype, describe
 from funcga._transform import Transform
 from funcga._transform.multi_steps import MultiSteps
 from funcga._types import Array, GradFn, LossFn, Scalar, Tree
@@ -91,7 +92,7 @@ def _applied(param: Array, update: Array) -> Array:
     param, update = jnp.asarray(param), jnp.asarray(update)
     if param.shape != update.shape:  # else it would be broadcast
         raise FuncgaError(
-            f"an update is {arrays.describe(update)}, and its parameter {arrays.describe(param)}. "
+            f"an update is {describe(update)}, and its parameter {describe(param)}. "
             "Give what tx.update(grads, state, params) returned for these params."
         )
     # Even if the user forbids implicit promotion, as the result is cast back.
@@ -123,8 +124,8 @@ def _wide(leaf: Array) -> Array:
     leaf = arrays.as_array(leaf) if isinstance(leaf, int | float | complex) else leaf
     if not arrays.is_array(leaf) or not jnp.issubdtype(leaf.dtype, jnp.inexact):
         return leaf
-    wide = arrays.accumulator_dtype(leaf.dtype)
-    return leaf if leaf.dtype == wide else arrays.cast(leaf, wide)
+    wide = accumulator_dtype(leaf.dtype, arrays)
+    return leaf if leaf.dtype == wide else arrays.as_array(leaf, wide)
 
 
 def added(params: Tree, updates: Tree, state: Tree, donate: bool) -> Tree:

@@ -38,7 +38,7 @@ class Kit:
         ]
 
     def cast(self, x, dtype):
-        return self.backend.arrays.cast(x, self.backend.arrays.as_dtype(dtype))
+        return self.backend.arrays.as_array(x, self.backend.arrays.as_dtype(dtype))
 
 
 class Unseen(torch.Tensor):

@@ -8,9 +8,9 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch.nn.parameter import is_lazy
 
 from funcga._fold import Tally
+from funcga._fold import describe as describe
 from funcga._types import Dtype, Scalar
 from funcga.errors import FuncgaError
 from torch_backend import _private
@@ -21,51 +21,34 @@ xp = torch
 _IS_CPU, _DTYPE, _NBYTES, _CDATA = map(operator.attrgetter, ("is_cpu", "dtype", "nbytes", "_cdata"))
 
 
-def owns(leaf: object) -> bool:
-    """Whether only this framework can have made the leaf."""
-    return isinstance(leaf, torch.Tensor)
-
-
 def is_array(leaf: object) -> bool:
     """Whether the leaf can be split and folded as it is."""
     return isinstance(leaf, torch.Tensor)
 
 
-def as_array(leaf: object) -> torch.Tensor:
-    """The leaf as an array: itself, or a number as a 0-d array; TypeError for anything else.
+def as_array(
+    leaf: Any, dtype: torch.dtype | None = None, beside: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The leaf as an array, a number as a 0-d array, in a dtype, and on the device of the one
+    beside it; TypeError for anything else.
 
     Numbers are made on the host, wherever torch makes new tensors by default: there they can be
     read without waiting, and they go together with arrays of any device.
     """
     if isinstance(leaf, torch.Tensor):
-        return leaf
-    if isinstance(leaf, int | float | complex):
+        if dtype is None:
+            return leaf
+        if beside is None or _is_number_of_host(leaf) or _is_number_of_host(beside):
+            return leaf.to(dtype)
+        return leaf.to(beside.device, dtype)
+    if not isinstance(leaf, int | float | complex):
+        raise TypeError(
+            f"{type(leaf).__name__} is no tensor; of a module take torch_backend.trainable(module)"
+        )
+    if dtype is None:
         return torch.as_tensor(leaf, device="cpu")
-    raise TypeError(
-        f"{type(leaf).__name__} is no tensor; of a module take torch_backend.trainable(module)"
-    )
-
-
-def describe(leaf: Any) -> str:
-    """`float32[8, 3]`, or the type of anything that is not an array."""
-    if isinstance(leaf, torch.Tensor):
-        dtype = str(leaf.dtype).removeprefix("torch.")
-        # A lazy parameter and a nested tensor of the old kind have no shape.
-        if is_lazy(leaf) or (leaf.is_nested and leaf.layout is torch.strided):
-            return f"{dtype}[?]"
-        return f"{dtype}[{', '.join(map(str, leaf.shape))}]"
-    if type(leaf).__module__ == "numpy" and hasattr(leaf, "dtype"):
-        return f"a NumPy array {leaf.dtype}[{', '.join(map(str, leaf.shape))}]"
-    return "None" if leaf is None else f"of type {type(leaf).__name__}"
-
-
-def kind(dtype: torch.dtype) -> str:
-    """'bool', 'int', 'float', 'complex' or 'other'."""
-    if dtype.is_floating_point:
-        return "float"
-    if dtype.is_complex:
-        return "complex"
-    return "bool" if dtype == torch.bool else "int"
+    # `full` takes half the time of `tensor`, which can read any sequence.
+    return torch.full((), leaf, dtype=dtype, device="cpu")
 
 
 def as_dtype(dtype: Dtype) -> torch.dtype:
@@ -76,28 +59,9 @@ def as_dtype(dtype: Dtype) -> torch.dtype:
     return named
 
 
-def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that sums of this dtype are held in: at least 32 bits."""
-    if dtype.is_floating_point:
-        return torch.float32 if dtype.itemsize < 4 else dtype
-    if dtype.is_complex:
-        return torch.complex64 if dtype.itemsize < 8 else dtype
-    return torch.int64 if dtype.itemsize < 4 else dtype
-
-
 def _is_number_of_host(array: torch.Tensor) -> bool:
     """Whether operators take it together with arrays of any device."""
     return array.is_cpu and not array.ndim
-
-
-def cast(array: Scalar, dtype: torch.dtype, beside: torch.Tensor | None = None) -> torch.Tensor:
-    """The array, or number, in a dtype, and on the device of the one beside it."""
-    if not isinstance(array, torch.Tensor):
-        # `full` takes half the time of `tensor`, which can read any sequence.
-        return torch.full((), array, dtype=dtype, device="cpu")
-    if beside is None or _is_number_of_host(array) or _is_number_of_host(beside):
-        return array.to(dtype)
-    return array.to(beside.device, dtype)
 
 
 def slice(array: torch.Tensor, axis: int, start: int, size: int) -> torch.Tensor:
@@ -132,19 +96,6 @@ def tally(weight: Scalar, steps: int = 1) -> Tally:
         wide = torch.float32 if weight.device.type == "mps" else torch.float64
         weight = weight.to(wide if weight.is_floating_point() else torch.int64)
     return Tally((weight,), steps)
-
-
-def addends(weight: Scalar, wide: bool) -> tuple[torch.Tensor, ...]:
-    """A weight as arrays that it is the sum of: one float64 if `wide`, else two of float32."""
-    if not isinstance(weight, torch.Tensor):
-        weight = cast(weight, torch.int64 if isinstance(weight, int) else torch.float64)
-    if wide:
-        return (weight.to(torch.float64),)
-    high = weight.to(torch.float32)
-    # The second addend is what rounding to float32 has lost. An integer is subtracted as one: a
-    # float of 64 bits might not hold it.
-    whole = weight if weight.is_floating_point() else weight.to(torch.int64)
-    return high, (whole - high.to(whole.dtype)).to(torch.float32)
 
 
 # --- What is differentiated -----------------------------------------------------------------------

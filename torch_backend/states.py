@@ -158,7 +158,7 @@ def scaled(leaves: Sequence[Array], factor: Scalar, donate: bool) -> list[Array]
         shards = local_tensors([separate[index] for index in places])
         by: Any = factor
         if isinstance(factor, torch.Tensor):
-            by = [arrays.cast(factor, shard.dtype, shard) for shard in shards]
+            by = [arrays.as_array(factor, shard.dtype, shard) for shard in shards]
         if donate and shards:
             torch._foreach_mul_(shards, by)
         elif shards:

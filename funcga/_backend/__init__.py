@@ -52,57 +52,28 @@ class Arrays(Protocol):
     # The array namespace: `torch` or `jax.numpy`.
     xp: Any
 
-    # What a leaf is.
-
-    def owns(self, leaf: Any) -> bool:
-        """Whether only this framework can have made the leaf."""
-        ...
-
     def is_array(self, leaf: Any) -> bool:
         """Whether the leaf can be split and folded as it is."""
         ...
 
-    def as_array(self, leaf: Any) -> Array:
-        """The leaf as an array: itself, or a number as a 0-d array; TypeError for anything else."""
-        ...
-
-    def describe(self, leaf: Any) -> str:
-        """`float32[8, 3]`, or the type of anything that is not an array."""
-        ...
-
-    # Dtypes.
-
-    def kind(self, dtype: Dtype) -> str:
-        """'bool', 'int', 'float', 'complex' or 'other'."""
+    def as_array(self, leaf: Any, dtype: Dtype | None = None, beside: Array | None = None) -> Array:
+        """The leaf as an array, a number as a 0-d array, in a dtype, and on the device of the one
+        beside it; TypeError for anything else.
+        """
         ...
 
     def as_dtype(self, dtype: Any) -> Dtype:
         """The dtype of this name; FuncgaError if the framework has none."""
         ...
 
-    def accumulator_dtype(self, dtype: Dtype) -> Dtype:
-        """The dtype that sums of this dtype are held in: at least 32 bits."""
-        ...
-
-    def cast(self, array: Array, dtype: Dtype, beside: Array | None = None) -> Array:
-        """The array, or number, in a dtype, and on the device of the one beside it."""
-        ...
-
     def slice(self, array: Array, axis: int, start: Any, size: int) -> Array:
         """`size` rows from `start` on, along an axis."""
         ...
-
-    # Weights and counts: numbers of Python where the host knows them, else 0-d arrays that it does
-    # not wait for.
 
     def scalar(self, weight: Any) -> Any:
         """A weight as a Python number where the host can see it without waiting for a device,
         else as it is.
         """
-        ...
-
-    def addends(self, weight: Any, wide: bool) -> tuple[Array, ...]:
-        """A weight as arrays that it is the sum of: one float64 if `wide`, else two of float32."""
         ...
 
 

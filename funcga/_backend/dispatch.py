@@ -3,6 +3,7 @@
 import importlib
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import product
 
 from funcga._backend import Backend
@@ -75,12 +76,12 @@ def backend_of(trees: Sequence[Tree], names: Callable[[], Sequence[str]]) -> Bac
     # With one framework nothing can be mixed.
     if len(loaded) == 1 and any(map(loaded[0].arrays.is_array, trees)):
         return loaded[0]
-    # First arrays of one framework alone; then those that it accepts, as JAX does NumPy arrays.
-    for takes_as_it_is, backend in product((False, True), loaded):
+    # First arrays of one framework alone; then NumPy's, where it takes them, as JAX does.
+    for takes_numpy, backend in product((False, True), loaded):
         leaves = [leaf for tree in trees for leaf in backend.trees.flatten(tree)[0]]
         # One leaf of each type is enough.
         of_each_type = dict(zip(map(type, leaves), leaves, strict=True)).values()
-        is_own = backend.arrays.is_array if takes_as_it_is else backend.arrays.owns
+        is_own = backend.arrays.is_array if takes_numpy else partial(owns, backend)
         others = [leaf for leaf in of_each_type if not is_own(leaf)]
         if len(others) < len(of_each_type):
             # By the name of the type, as torch.compile cannot trace another framework.
@@ -97,17 +98,15 @@ def backend_of(trees: Sequence[Tree], names: Callable[[], Sequence[str]]) -> Bac
 _CONVERT = "Convert first: `funcga.to_torch(batch)` or `funcga.to_jax(batch)`."
 
 
+def owns(backend: Backend, leaf: object) -> bool:
+    """Whether only this framework can have made the leaf."""
+    return backend.arrays.is_array(leaf) and not is_numpy(leaf)
+
+
 def is_numpy(leaf: object) -> bool:
     """Whether the leaf is an array or a scalar of NumPy, which need not be imported."""
-    return is_of_numpy(leaf, "ndarray", "generic")
-
-
-def is_of_numpy(leaf: object, *names: str) -> bool:
-    """Whether the leaf is of one of NumPy's classes of these names; NumPy is not imported."""
-    bases = type(leaf).__mro__
-    return any(
-        base.__name__ in names and base.__module__.split(".")[0] == "numpy" for base in bases
-    )
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(leaf, numpy.ndarray | numpy.generic)
 
 
 def _framework(leaf: object) -> str | None:
@@ -125,7 +124,7 @@ def _mixed(trees: Sequence[Tree], names: Sequence[str], loaded: list[Backend]) -
         for backend in loaded:
             leaves = backend.trees.flatten(tree)[0]
             for path, leaf in zip(leaf_paths(tree, backend.trees, name), leaves, strict=True):
-                if backend.arrays.owns(leaf):
+                if owns(backend, leaf):
                     first.setdefault(backend.name, path)
     return FuncgaError(
         f"the arguments mix frameworks: `{first['torch']}` is a torch tensor and `{first['jax']}` "

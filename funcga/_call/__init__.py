@@ -2,7 +2,7 @@
 options, checked.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -105,18 +105,18 @@ class Program:
     @cached_property
     def is_exact(self) -> bool:
         """Whether a fold reads bits, as reproducible() does."""
-        return _is_exact(self.fold)
+        of_any = [fold for backend in load_imported() for fold in self.folds(backend)]
+        return any(fold.reducer.of_bits for fold in of_any)
+
+    def folds(self, backend: Backend) -> list[Fold]:
+        """The Folds in the tree of folds."""
+        return [fold for fold in backend.trees.flatten(self.fold)[0] if isinstance(fold, Fold)]
 
     @cached_property
     def is_told(self) -> bool:
         """Whether other processes may take part in a call."""
         owner = owner_of(self.grad_fn)
         return self.across is not None or (owner is not None and owner.kind != MODULE)
-
-    def backend(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Backend:
-        """The backend that owns the arrays of a call."""
-        names = lambda: [*argument_names(self.grad_fn, len(args)), *kwargs]
-        return backend_of([*args, *kwargs.values()], names)
 
     def telling(self, *later: "Program") -> AbstractContextManager[object]:
         """The context of a call, in which other processes that fold it are told of an error.
@@ -150,7 +150,7 @@ class Program:
             return arguments.rows()
         except FuncgaError as error:
             # What watches measures each gradient in units of its weight.
-            folds = arguments.backend.trees.flatten(self.fold, _is_fold)[0]
+            folds = self.folds(arguments.backend)
             if self.watch is None and all(map(_ignores_weights, folds)):
                 return 1
             raise FuncgaError(
@@ -161,10 +161,8 @@ class Program:
 
     def weighs_all(self, backend: Backend) -> bool:
         """Whether a micro-batch of weight 0 adds nothing to any leaf."""
-        folds = backend.trees.flatten(self.fold, _is_fold)[0]
-        return all(
-            fold.reducer.linear or fold.reducer.lift is reducers.moments.lift for fold in folds
-        )
+        of_each = [fold.reducer for fold in self.folds(backend)]
+        return all(reducer.linear or reducer.lift is reducers.moments.lift for reducer in of_each)
 
     def bind(self, value: Tree, arguments: Arguments) -> tuple[Outputs, list[Any]]:
         """The Outputs for a first micro-batch with this value, and its leaves."""
@@ -177,10 +175,6 @@ class Program:
         folds = self.watch.readings(self, value[1], arguments).folds
         outputs, leaves = bind_outputs((folds, self.fold), value, backend, carried=carried)
         return replace(outputs, before=len(folds)), leaves
-
-
-def _is_fold(node: object) -> bool:
-    return isinstance(node, Fold)
 
 
 # What stock folds lift and normalize by without a look at the weight. A user's own function may
@@ -242,13 +236,10 @@ def read_program(
     return Program(grad_fn, fold, weight, in_axes, split, across, memory)
 
 
-def _is_exact(folds: Tree) -> bool:
-    """Whether a fold in a tree of folds reads bits, as reproducible() does."""
-    if isinstance(folds, Fold):
-        return folds.reducer.of_bits
-    if isinstance(folds, Mapping):
-        folds = [*folds.values()]
-    return isinstance(folds, tuple | list) and any(map(_is_exact, folds))
+def backend_of_call(function: GradFn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Backend:
+    """The backend that owns the arrays of a call of a function."""
+    names = lambda: [*argument_names(function, len(args)), *kwargs]  # for errors alone
+    return backend_of([*args, *kwargs.values()], names)
 
 
 def owner_of(grad_fn: GradFn) -> OwningGradient | None:

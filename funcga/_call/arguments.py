@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from funcga._backend import Backend, Trees
 from funcga._backend.prefixes import PrefixValue, broadcast, leaf_paths
+from funcga._fold import describe
 from funcga._types import Array, GradFn, Structure, Tree
 from funcga.errors import FuncgaError
 
@@ -83,7 +84,7 @@ class Arguments:
                 sizes[leaf_index] = shape[axis]
             except (IndexError, RuntimeError):  # nested tensors of the old kind have no shape
                 raise FuncgaError(
-                    f"`{self.path(leaf_index)}` is {arrays.describe(leaf)}: it has no axis {axis} "
+                    f"`{self.path(leaf_index)}` is {describe(leaf)}: it has no axis {axis} "
                     f"to split. Only {self.backend.name} arrays are split: convert it, make it a "
                     "tree of arrays, or pass it whole: in_axes with None in its place, or by "
                     "keyword. A DataLoader is folded by stream."

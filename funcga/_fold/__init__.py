@@ -6,12 +6,44 @@ import numbers
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from funcga._backend import Arrays
+from funcga._backend.dispatch import is_numpy
 from funcga._types import Array, Dtype, Reduced, Scalar
 from funcga.errors import FuncgaError
 from funcga.folds import Fold
+
+# -- arrays and dtypes of any framework, which differ in their names alone
+
+
+def describe(leaf: Any) -> str:
+    """`float32[8, 3]`, or the type of anything that is not an array."""
+    if leaf is None or not hasattr(leaf, "dtype"):
+        return "None" if leaf is None else f"of type {type(leaf).__name__}"
+    try:
+        shape = ", ".join(map(str, leaf.shape))
+    except RuntimeError:  # a lazy parameter, or a nested tensor of the old kind
+        shape = "?"
+    kind_of = "a NumPy array " if is_numpy(leaf) else ""
+    return f"{kind_of}{str(leaf.dtype).removeprefix('torch.')}[{shape}]"
+
+
+def kind(dtype: Dtype) -> str:
+    """'bool', 'int', 'float', 'complex' or 'other'."""
+    name = str(getattr(dtype, "name", dtype))
+    return next((kind for kind in ("bool", "int", "float", "complex") if kind in name), "other")
+
+
+def accumulator_dtype(dtype: Dtype, arrays: Arrays) -> Dtype:
+    """The dtype that sums of this dtype are held in: at least 32 bits."""
+    kind_of = kind(dtype)
+    if kind_of == "other" or dtype.itemsize >= (8 if kind_of == "complex" else 4):
+        return dtype
+    if kind_of in ("bool", "int"):
+        return arrays.as_array(0).dtype
+    return arrays.as_dtype("float32" if kind_of == "float" else "complex64")
+
 
 # -- weights and their tally: counts stay exact where a float32 would stop at 2**24
 
@@ -73,10 +105,10 @@ def check_weight(weight: object, arrays: Arrays) -> Scalar:
         return weight
     number = as_number(weight)
     if not isinstance(number, numbers.Number):
-        kind = arrays.kind(number.dtype) if arrays.is_array(number) else None
-        if kind not in ("bool", "int", "float") or number.shape != ():
+        kind_of = kind(number.dtype) if arrays.is_array(number) else None
+        if kind_of not in ("bool", "int", "float") or number.shape != ():
             raise FuncgaError(
-                f"the weight of a micro-batch is {arrays.describe(number)}; it must be a real "
+                f"the weight of a micro-batch is {describe(number)}; it must be a real "
                 "number or a 0-d array, "
                 'such as the number of tokens: weight=lambda batch: (batch["labels"] != -100).sum()'
             )
@@ -179,11 +211,11 @@ class LeafFold:
 
     def lift(self, value: Array, weight: Scalar) -> Reduced:
         """One micro-batch's value as it enters the monoid."""
-        cast, dtype = self.arrays.cast, self.accumulator_dtype
+        as_array, dtype = self.arrays.as_array, self.accumulator_dtype
         # JAX takes no int of more than 31 bits as an operand.
         is_array = self.arrays.is_array(weight)
-        weight = cast(weight, dtype, value) if is_array else float(weight)
-        return self.fold.reducer.lift(self.arrays.xp, cast(value, dtype), weight)
+        weight = as_array(weight, dtype, value) if is_array else float(weight)
+        return self.fold.reducer.lift(self.arrays.xp, as_array(value, dtype), weight)
 
     def combine(self, a: Reduced, b: Reduced) -> Reduced:
         """Both, combined by the monoid."""
@@ -191,16 +223,18 @@ class LeafFold:
 
     def normalize(self, reduced: Reduced, tally: Tally) -> Reduced:
         """The result, in the dtype of results."""
-        arrays, apply, kind = self.arrays, self.fold.normalizer.apply, self.arrays.kind
+        arrays, apply = self.arrays, self.fold.normalizer.apply
         kind_of_result = kind(self.result_dtype)
         if self.fold.normalizer.wide and kind_of_result == "float":
             # Integers as floats of the result, but at least float32.
-            floats = arrays.accumulator_dtype(self.result_dtype)
-            as_float = lambda part: arrays.cast(part, floats) if kind(part.dtype) == "int" else part
+            floats = accumulator_dtype(self.result_dtype, arrays)
+            as_float = lambda part: (
+                arrays.as_array(part, floats) if kind(part.dtype) == "int" else part
+            )
             reduced = _each(as_float, reduced)
         beside = largest(reduced) if isinstance(reduced, tuple) else reduced
         scalars = [
-            arrays.cast(amount, self.accumulator_dtype, beside)
+            arrays.as_array(amount, self.accumulator_dtype, beside)
             if arrays.is_array(amount)
             else float(amount)
             for amount in (tally.total, tally.steps)
@@ -210,8 +244,8 @@ class LeafFold:
             # Bools are folded as ints, whose identity for a maximum is the lowest int.
             result = _each(lambda part: part > 0 if kind(part.dtype) == "int" else part, result)
         if not isinstance(result, tuple):  # the usual case
-            return arrays.cast(result, self.result_dtype)
-        return _each(lambda part: arrays.cast(part, self.result_dtype), result)
+            return arrays.as_array(result, self.result_dtype)
+        return _each(lambda part: arrays.as_array(part, self.result_dtype), result)
 
     def check_known(self, reduced: Reduced, tally: Tally, where: Callable[[], str]) -> list[Array]:
         """Raises FuncgaError if the host sees that the result is lost, as that of a sum out of
@@ -261,29 +295,29 @@ def bind(fold: Fold, like: Array, where: Callable[[], str], arrays: Arrays) -> L
     not have.
     """
     reducer, normalizer = fold.reducer, fold.normalizer
-    accumulator_dtype = like.dtype if reducer.dtype is None else arrays.as_dtype(reducer.dtype)
+    dtype = like.dtype if reducer.dtype is None else arrays.as_dtype(reducer.dtype)
     # Both must support this kind: a mean of integers would have to be rounded.
-    kind = arrays.kind(accumulator_dtype)
-    if kind not in reducer.kinds or kind not in normalizer.kinds:
+    kind_of = kind(dtype)
+    if kind_of not in reducer.kinds or kind_of not in normalizer.kinds:
         raise FuncgaError(
-            f"{where()} is {arrays.describe(like)}, and the fold `{fold.name}` is not defined for "
-            f"{kind} values. Give it a fold of its own, as in fold={{'w': funcga.mean(), 'count': "
-            "funcga.sum()}: integers are averaged by funcga.mean(dtype='float32'), and a random "
-            "key is threaded by funcga.carry(). Or leave it out, None in its place."
+            f"{where()} is {describe(like)}, and the fold `{fold.name}` is not defined for "
+            f"{kind_of} values. Give it a fold of its own, as in fold={{'w': funcga.mean(), "
+            "'count': funcga.sum()}: integers are averaged by funcga.mean(dtype='float32'), and a "
+            "random key is threaded by funcga.carry(). Or leave it out, None in its place."
         )
     # A dtype that the fold asks for is used; else sums get at least 32 bits, and a maximum keeps
     # its own.
     if reducer.dtype is None and reducer.monoid.widens:
-        accumulator_dtype = arrays.accumulator_dtype(like.dtype)
+        dtype = accumulator_dtype(like.dtype, arrays)
     adds: Literal["weighted", "plain"] | None = None
     if reducer.additive:
         adds = "weighted" if reducer.linear else "plain"
-    result_dtype = _result_dtype(fold, like.dtype, accumulator_dtype, arrays)
+    result_dtype = _result_dtype(fold, like.dtype, dtype, arrays)
     # Of the real part, if it is complex.
-    bits = accumulator_dtype.itemsize * {"float": 8, "complex": 4}.get(kind, 0)
+    bits = dtype.itemsize * {"float": 8, "complex": 4}.get(kind_of, 0)
     return LeafFold(
         fold,
-        accumulator_dtype,
+        dtype,
         result_dtype,
         arrays,
         adds,
@@ -294,22 +328,22 @@ def bind(fold: Fold, like: Array, where: Callable[[], str], arrays: Arrays) -> L
     )
 
 
-def _result_dtype(fold: Fold, leaf_dtype: Dtype, accumulator_dtype: Dtype, arrays: Arrays) -> Dtype:
-    """The dtype of the result for leaves of the dtype `leaf_dtype`."""
+def _result_dtype(fold: Fold, leaf_dtype: Dtype, dtype: Dtype, arrays: Arrays) -> Dtype:
+    """The dtype of the result for leaves of the dtype `leaf_dtype`, whose sums are in `dtype`."""
     reducer, normalizer = fold.reducer, fold.normalizer
     if normalizer.dtype is not None:
         return arrays.as_dtype(normalizer.dtype)
     if normalizer.wide:
-        if arrays.kind(accumulator_dtype) != "int":
-            return accumulator_dtype
+        if kind(dtype) != "int":
+            return dtype
         # What the framework makes of a quotient: float64 for integers of 64 bits in JAX, torch's
         # default dtype in torch. Of at least 32 bits, as counts in bfloat16 would be rounded.
-        quotient = arrays.cast(1, accumulator_dtype) / 1
-        return arrays.accumulator_dtype(quotient.dtype)
+        quotient = arrays.as_array(1, dtype) / 1
+        return accumulator_dtype(quotient.dtype, arrays)
     # A maximum of bools is a bool, a sum of them a number.
     selects = reducer.dtype is None and reducer.unweighted and reducer.monoid.collective != "sum"
-    keeps_kind = arrays.kind(leaf_dtype) == arrays.kind(accumulator_dtype)
-    return leaf_dtype if selects or keeps_kind else accumulator_dtype
+    keeps_kind = kind(leaf_dtype) == kind(dtype)
+    return leaf_dtype if selects or keeps_kind else dtype
 
 
 def check_shape(fold: Fold, like: Array, where: Callable[[], str], arrays: Arrays) -> None:
@@ -319,13 +353,13 @@ def check_shape(fold: Fold, like: Array, where: Callable[[], str], arrays: Array
     axis, stacked = fold.reducer.monoid.axis, fold.reducer.stacked
     if stacked is not None and like.shape[:1] != (stacked,):
         raise FuncgaError(
-            f"{where()} is {arrays.describe(like)}, and the fold `{fold.name}` takes leaves of "
+            f"{where()} is {describe(like)}, and the fold `{fold.name}` takes leaves of "
             f"{stacked} arrays that are stacked on axis 0: {arrays.xp.__name__}.stack([...]); "
             "funcga.statistics.batch_moments makes those of pooled()."
         )
     if axis is not None and not -len(like.shape) <= axis < len(like.shape):
         raise FuncgaError(
-            f"{where()} is {arrays.describe(like)}: it has no axis {axis} for concat(axis={axis}) "
+            f"{where()} is {describe(like)}: it has no axis {axis} for concat(axis={axis}) "
             "to collect along. Fold it with funcga.mean() or funcga.sum(), or return one value for "
             "each example."
         )

@@ -12,7 +12,16 @@ from typing import Any, NamedTuple
 from funcga._backend import Arrays, Backend
 from funcga._backend.dispatch import backend_of
 from funcga._backend.prefixes import PathError, leaf_paths
-from funcga._fold import Tally, check_narrow, check_weight, largest, parts_of
+from funcga._fold import (
+    Tally,
+    check_narrow,
+    check_weight,
+    describe,
+    kind,
+    largest,
+    parts_of,
+    two_sum,
+)
 from funcga._fold.outputs import Outputs, bind_outputs
 from funcga._types import Array, Reduced, Scalar, Tree
 from funcga.errors import FuncgaError
@@ -81,6 +90,27 @@ def unit_of(total: Scalar, arrays: Arrays) -> Scalar:
     return unit
 
 
+def addends(weight: Scalar, is_wide: bool, arrays: Arrays) -> tuple[Array, ...]:
+    """A weight as arrays that it is the sum of: one float64 if wide, else two of float32."""
+    xp, array = arrays.xp, arrays.as_array
+    if is_wide:
+        return (array(weight, xp.float64),)
+    if isinstance(weight, int | float):
+        # The first 24 bits, which are those of a float32, and the rest (Dekker, 1971).
+        shifted = weight * (2.0**29 + 1)
+        high = shifted - (shifted - weight)
+        return array(high, xp.float32), array(weight - high, xp.float32)
+    weight, whole = array(weight), array(0).dtype
+    if kind(weight.dtype) == "float":
+        high = array(weight, xp.float32)
+        return high, array(weight - array(high, weight.dtype), xp.float32)
+    if weight.dtype.itemsize < whole.itemsize:
+        weight = array(weight, whole)
+    # The lower 16 bits of an integer and the rest, each exact in float32.
+    low = weight & 0xFFFF
+    return two_sum(array(weight - low, xp.float32), array(low, xp.float32))
+
+
 # For smaller weights: a normal float32 whose reciprocal is normal, too.
 LEAST_UNIT = 2.0**-124
 
@@ -132,9 +162,9 @@ class Accumulation(NamedTuple):
         if isinstance(weight, int | float) and isinstance(before, float):
             # Added on the host if it sees them, as 0-d arrays are slow.
             number, total = weight, before + weight
-            tally = Tally(arrays.addends(total, is_wide), self.tally.steps + 1)
+            tally = Tally(addends(total, is_wide, arrays), self.tally.steps + 1)
         else:
-            one = Tally(arrays.addends(weight, is_wide), 1)
+            one = Tally(addends(weight, is_wide, arrays), 1)
             tally = self.tally.merge(one)
             number, total = one.total, tally.total
         # The sums of an empty window may have no memory yet.
@@ -158,7 +188,7 @@ class Accumulation(NamedTuple):
         if isinstance(factor, float):
             if factor == 1:  # the usual case
                 return self
-            unit = arrays.addends(unit, len(self.tally.weight) == 1)[0]
+            unit = addends(unit, len(self.tally.weight) == 1, arrays)[0]
         weight = self.total
         if isinstance(weight, float) and not weight:  # a sum of nothing is 0 in every unit
             return self._replace(unit=unit)
@@ -247,10 +277,10 @@ class Accumulation(NamedTuple):
             fold, is_param = outputs.folds[leaf_index], name == "params"
             fits = is_param and fold is None
             if fold is not None and arrays.is_array(leaf):
-                kind, own = map(arrays.kind, (leaf.dtype, outputs.dtypes[leaf_index]))
+                kind_of, own = kind(leaf.dtype), kind(outputs.dtypes[leaf_index])
                 fits = any(part.shape == leaf.shape for part in parts_of(accumulator))
                 # Where a value is not added as it is, what becomes of it is compared.
-                fits = fits if is_param else kind == own and (fits or not fold.adds)
+                fits = fits if is_param else kind_of == own and (fits or not fold.adds)
             if not fits:
                 raise self._unfit(self.outputs.before + leaf_index, leaf, name)
         return tree, leaves
@@ -274,7 +304,7 @@ class Accumulation(NamedTuple):
             ) from None
 
     def _unfit(self, leaf_index: int, leaf: Any, name: str) -> FuncgaError:
-        describe, accumulator = self.outputs.backend.arrays.describe, self.accumulators[leaf_index]
+        accumulator = self.accumulators[leaf_index]
         return FuncgaError(
             f"{self.outputs.paths(name)[leaf_index]} is {describe(leaf)}, and the state was made "
             f"for {describe(largest(accumulator))}: the two cannot be combined. Make a state for "
@@ -288,8 +318,10 @@ def empty(outputs: Outputs, accumulators: Sequence[Reduced], replicas: Any = Non
     # Weights are counted in 64 bits only if some sums are.
     is_wide = any(fold is not None and fold.is_wide for fold in outputs.folds)
     # Each number is an array of its own, as one buffer cannot be donated twice.
-    weight, unit = arrays.addends(0, is_wide), arrays.addends(1, is_wide)[0]
-    steps, rejected = (arrays.cast(0, arrays.xp.int32) for _ in range(2))
+    dtype = arrays.xp.float64 if is_wide else arrays.xp.float32
+    weight = tuple([arrays.as_array(0, dtype) for _ in range(1 if is_wide else 2)])
+    unit = arrays.as_array(1, dtype)
+    steps, rejected = (arrays.as_array(0, arrays.xp.int32) for _ in range(2))
     tally = Tally(weight, steps)
     return Accumulation(outputs, accumulators, tally, unit, rejected, replicas=replicas)
 
@@ -397,8 +429,8 @@ class Accumulator:
         backend = backend_of([like], lambda: ["like"])
         window, _ = self._folding.empty(like, backend)
         # Dtypes are kept as 0-d arrays: unlike a dtype, an array passes through jit.
-        cast, dtypes = backend.arrays.cast, window.outputs.dtypes
-        dtype_marks = [None if dtype is None else cast(0, dtype) for dtype in dtypes]
+        as_array, dtypes = backend.arrays.as_array, window.outputs.dtypes
+        dtype_marks = [None if dtype is None else as_array(0, dtype) for dtype in dtypes]
         return window._replace(like=window.outputs.structure_of(dtype_marks)).packed()
 
     def update(self, state: AccumulatorState, value: Tree, weight: Scalar = 1) -> AccumulatorState:

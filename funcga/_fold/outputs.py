@@ -15,7 +15,7 @@ from funcga._backend.prefixes import (
     leaf_paths,
     leaves_in_order,
 )
-from funcga._fold import LeafFold, bind, check_shape
+from funcga._fold import LeafFold, bind, check_shape, describe
 from funcga._types import Array, Dtype, Structure, Tree
 from funcga.errors import FuncgaError
 from funcga.folds import Fold
@@ -160,7 +160,7 @@ class Outputs:
         first = "None" if fold is None else f"{dtype}{[*(shape or ())]}".removeprefix("torch.")
         raise FuncgaError(
             f"grad_fn returned {self.paths()[leaf_index]} as "
-            f"{self.backend.arrays.describe(leaf)} for {which} and as "
+            f"{describe(leaf)} for {which} and as "
             f"{first} for the first: the two cannot be combined. Return one shape and dtype for "
             "every micro-batch; fold what has a row for each example with funcga.concat(), or "
             "concat(axis=1) if that is axis 1; compare rows with each other in the loss_fn of "
@@ -263,7 +263,7 @@ def as_leaf(leaf: Any, where: Callable[[], str], backend: Backend) -> Array:
         return backend.arrays.as_array(leaf)
     except TypeError as error:
         raise FuncgaError(
-            f"{where()} of grad_fn is {backend.arrays.describe(leaf)}, which cannot be folded. "
+            f"{where()} of grad_fn is {describe(leaf)}, which cannot be folded. "
             f"Return arrays or numbers; convert others with funcga.to_{backend.name}(...)."
         ) from error
 

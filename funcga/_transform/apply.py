@@ -110,9 +110,7 @@ def apply(
             "params are None, and apply returns what becomes of them: params, state = "
             "funcga.transforms.apply(tx, grads, state, params)."
         )
-    is_known = isinstance(getattr(tx, "update", None), UpdateFunction)
-    read = tx if is_known else wrapped_transform(tx)
-    return updated(read, donate, donate, grads, state, params, extra)
+    return updated(wrapped_transform(tx), donate, donate, grads, state, params, extra)
 
 
 def updated(

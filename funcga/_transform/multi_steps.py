@@ -345,7 +345,7 @@ class MultiStepsUpdate(UpdateFunction):
         # The window is made for gradients as wide as the params that the wrapped transform sees.
         arrays, (wide, _) = backend.arrays, backend.transforms.widened(params)
         nothing, observed = self.folding.empty(wide, backend)
-        zero = partial(arrays.cast, 0, arrays.xp.int32)
+        zero = partial(arrays.as_array, 0, arrays.xp.int32)
         for leaf_index, fold in enumerate(nothing.outputs.folds):
             if fold is not None and fold.axis is not None:  # a state cannot grow with every call
                 raise FuncgaError(
@@ -407,7 +407,7 @@ class MultiStepsUpdate(UpdateFunction):
         offered = state.offered + 1
         size = size_after(self.n, arrays.scalar(state.updates), arrays.scalar)
         if arrays.is_array(size):  # a schedule may return a float
-            offered = arrays.cast(offered, size.dtype, size)
+            offered = arrays.as_array(offered, size.dtype, size)
         return offered >= size
 
     def add(
@@ -490,7 +490,10 @@ class MultiStepsUpdate(UpdateFunction):
             inner, observed = inner
         emptied = empty(window.outputs, states.emptied(window), window.replicas)
         integer, flag = arrays.xp.int32, arrays.as_array(updated)
-        updates, zero = state.updates + arrays.cast(updated, integer), arrays.cast(0, integer)
+        updates, zero = (
+            state.updates + arrays.as_array(updated, integer),
+            arrays.as_array(0, integer),
+        )
         nothing = emptied.packed(is_empty=True)
         return result, MultiStepsState(inner, nothing, zero, updates, flag, dropped, observed)
 

@@ -55,7 +55,7 @@ def counting():
 
 
 def made(kit, n, **options):
-    start = lambda params: {"runs": kit.backend.arrays.cast(0, kit.xp.int32)}
+    start = lambda params: {"runs": kit.backend.arrays.as_array(0, kit.xp.int32)}
     return funcga.multi_steps(funcga.transforms.Transform(start, counting()), n, **options)
 
 

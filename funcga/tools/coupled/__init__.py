@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 from funcga import normalizers
 from funcga._accumulate import TotalsFn
 from funcga._backend import Backend
-from funcga._call import Memory, Program, read_program, read_split
+from funcga._call import Memory, Program, backend_of_call, read_program, read_split
 from funcga._call.arguments import Arguments
-from funcga._fold import Tally
+from funcga._fold import Tally, accumulator_dtype, kind
 from funcga._fold.outputs import Outputs
 from funcga._grad import GradientFunction, value_and_grad
 from funcga._replicas import Step, step_of
@@ -114,7 +114,7 @@ def coupled(
     def step(*args: Any, **kwargs: Any) -> Any:
         """The loss and its gradient."""
         with program.telling(job.second):
-            backend = program.backend(args, kwargs)
+            backend = backend_of_call(summary_fn, args, kwargs)
             _check_folds(program.fold, backend)
             return job.passes(backend)(args, kwargs)
 
@@ -217,7 +217,7 @@ class Summaries(NamedTuple):
         """The arrays that the loss is differentiated by, by their leaf indices: floats that are
         added or collected.
         """
-        outputs, kind, variables = self.outputs, self.outputs.backend.arrays.kind, {}
+        outputs, variables = self.outputs, dict[int, Array]()
         for index in (*outputs.reduced, *outputs.collected):
             leaf = self.leaves[index]
             if kind(leaf.dtype) == "complex":
@@ -237,7 +237,7 @@ class Summaries(NamedTuple):
             # A normalizer that divides is its own derivative.
             dtype = folds[index].accumulator_dtype
             wide = replace(folds[index], result_dtype=dtype)
-            cotangent = wide.arrays.cast(cotangents[index], dtype)
+            cotangent = wide.arrays.as_array(cotangents[index], dtype)
             cotangents[index] = wide.normalize(cotangent, self.tallies[index])
         return cotangents
 
@@ -263,16 +263,16 @@ class Summaries(NamedTuple):
         folds: Any = self.outputs.folds
         arrays, leaves = self.outputs.backend.arrays, self.outputs.in_order(output)
         # Summed in at least 32 bits, where the loss is.
-        total = arrays.xp.zeros_like(loss, dtype=arrays.accumulator_dtype(loss.dtype))
+        total = arrays.xp.zeros_like(loss, dtype=accumulator_dtype(loss.dtype, arrays))
         for index, cotangent in cotangents.items():
             part = leaves[index]
             if index in weights:  # each term of a sum has the cotangent of the sum
                 part = folds[index].lift(part, weights[index])
             else:
                 cotangent = rows_of(index, part, folds[index].axis)
-            product = part * arrays.cast(cotangent, part.dtype)
-            term = product.sum(dtype=arrays.accumulator_dtype(part.dtype))
-            total = total + arrays.cast(term, total.dtype, total)
+            product = part * arrays.as_array(cotangent, part.dtype)
+            term = product.sum(dtype=accumulator_dtype(part.dtype, arrays))
+            total = total + arrays.as_array(term, total.dtype, total)
         threads = self.outputs.threads
         threaded = [leaf if index in threads else None for index, leaf in enumerate(leaves)]
         return total, self.outputs.structure_of(threaded)

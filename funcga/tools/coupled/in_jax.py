@@ -12,8 +12,8 @@ from jax import lax
 from funcga._backend import Backend
 from funcga._types import Tree
 from funcga.tools.coupled import SUM, Coupled, Summaries, unused
-from jax_backend import arrays, sharding
-from jax_backend.loop import accumulated, begin, fold_batch, tallies_of
+from jax_backend import sharding
+from jax_backend.loop import accumulated, begin, fold_batch, tallies_of, tally_of
 from jax_backend.sharding import Spread
 from jax_backend.transforms import depends
 from jax_backend.trees import Compiled
@@ -74,7 +74,7 @@ def _in_two_passes(
         *args, index = args_and_index
         weight = program.weigh(program.read(tuple(args), backend), tuple(args), None)
         if not isinstance(weight, int | float):
-            weight = arrays.tally(weight).total
+            weight = tally_of(weight).total
         # In the unit that the tallies of means are in.
         folds = outputs.reduced.items()
         weights = {i: weight / folded.unit if fold.is_mean else weight for i, fold in folds}

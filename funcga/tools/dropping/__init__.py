@@ -7,7 +7,7 @@ from typing import Any
 from funcga._accumulate import DropTest
 from funcga._backend import Arrays, Backend
 from funcga._call import Memory
-from funcga._fold import LeafFold, as_number
+from funcga._fold import LeafFold, as_number, describe, kind
 from funcga._fold.accumulator import Accumulation
 from funcga._fold.outputs import Outputs
 from funcga._tools import load
@@ -67,7 +67,7 @@ class Dropping:
                 "funcga.mean() or funcga.sum(), or collect it by a step without drop=."
             )
         part = self.part(outputs.value_of(range(len(outputs.folds))))
-        indices, kind = outputs.backend.trees.flatten(part)[0], outputs.backend.arrays.kind
+        indices = outputs.backend.trees.flatten(part)[0]
         dtypes = [(leaf_index, outputs.dtypes[leaf_index]) for leaf_index in indices]
         return [k for k, dtype in dtypes if dtype is not None and kind(dtype)[0] in "fc"]
 
@@ -106,7 +106,7 @@ class Dropping:
             keep = not drop if isinstance(drop, bool) else ~drop
         if arrays.is_array(has_no_weight):
             answer = arrays.as_array(keep)
-            keep = answer | arrays.cast(has_no_weight, answer.dtype, answer)
+            keep = answer | arrays.as_array(has_no_weight, answer.dtype, answer)
         return keep
 
     # In `multi_steps`.
@@ -139,11 +139,11 @@ class Dropping:
             keep = keep & (rejected == 0)
         # Without an update the folded ones are dropped, too. An empty window, flushed inside of
         # jit, does not count.
-        is_lost = arrays.cast(~arrays.as_array(keep), arrays.xp.int32)
+        is_lost = arrays.as_array(~arrays.as_array(keep), arrays.xp.int32)
         is_filled = arrays.as_array(is_window & (steps + rejected > 0))
         dropped = dropped._replace(
             microbatches=dropped.microbatches + rejected + is_lost * steps,
-            windows=dropped.windows + is_lost * arrays.cast(is_filled, arrays.xp.int32),
+            windows=dropped.windows + is_lost * arrays.as_array(is_filled, arrays.xp.int32),
         )
         return arrays.scalar(keep) if arrays.is_array(keep) else keep, dropped
 
@@ -156,14 +156,14 @@ def _as_bool(drop: Scalar, arrays: Arrays) -> bool | Array:
     """The result of a test, as a bool or a 0-d array that the host does not see. Raises
     FuncgaError for anything else.
     """
-    if arrays.is_array(drop) and drop.shape == () and arrays.kind(drop.dtype) == "bool":
+    if arrays.is_array(drop) and drop.shape == () and kind(drop.dtype) == "bool":
         return arrays.scalar(drop)
     # It may be a NumPy bool, as np.isnan(float(loss)) is. Not by truth value: a loss is true
     # unless it is 0.
     if isinstance(as_number(drop), bool):
         return bool(drop)
     raise FuncgaError(
-        f"drop_if returned {arrays.describe(drop)}: it is asked of a whole micro-batch, for one "
+        f"drop_if returned {describe(drop)}: it is asked of a whole micro-batch, for one "
         "bool, or a 0-d array of one. Compare a number, drop_if=lambda output: norm(output) > 100, "
         "and reduce bools by .any()."
     )
@@ -179,7 +179,7 @@ def selected(keep: Scalar, after: Tree, before: Tree, backend: Backend) -> Tree:
     def select(chosen: Array, otherwise: Array) -> Array:
         if not arrays.is_array(chosen):
             return chosen
-        return arrays.xp.where(arrays.cast(keep, keep.dtype, chosen), chosen, otherwise)
+        return arrays.xp.where(arrays.as_array(keep, keep.dtype, chosen), chosen, otherwise)
 
     (chosen, structure), (otherwise, _) = trees.flatten(after), trees.flatten(before)
     return trees.unflatten(structure, [*map(select, chosen, otherwise)])

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from funcga._fold import describe
 from funcga._types import Array
 from funcga.errors import FuncgaError
-from jax_backend import _private, arrays
+from jax_backend import _private
 
 Sampler: TypeAlias = Callable[[jax.Array, tuple[int, ...]], jax.Array]
 
@@ -63,7 +64,7 @@ def _integers(indices: Array) -> jax.Array:
     indices = indices if isinstance(indices, jax.Array) else np.asarray(indices)
     if indices.dtype.kind not in "iu":
         raise FuncgaError(
-            f"indices is {arrays.describe(indices)}: it must be an integer, or an array of some: "
+            f"indices is {describe(indices)}: it must be an integer, or an array of some: "
             "jnp.arange(len(x))."
         )
     if indices.dtype.itemsize <= 4:
@@ -72,7 +73,7 @@ def _integers(indices: Array) -> jax.Array:
     is_seen = indices.size and not _private.is_traced(indices)
     if is_seen and not 0 <= indices.min() <= indices.max() < 2**32:
         raise FuncgaError(
-            f"indices is {arrays.describe(indices)}, and keys are made of 32 bits, 0 to 2**32 - 1. "
+            f"indices is {describe(indices)}, and keys are made of 32 bits, 0 to 2**32 - 1. "
             "Number the examples, jnp.arange(len(dataset))."
         )
     return jnp.asarray(indices, jnp.uint32)

@@ -13,6 +13,7 @@ from itertools import chain
 import torch
 from torch import nn
 
+from funcga._fold import kind
 from funcga._types import Array, R, Scalar, Tree
 from funcga.errors import FuncgaError
 from torch_backend import arrays, trees
@@ -58,7 +59,7 @@ def example_keys(key: Scalar, indices: Array) -> torch.Tensor:
 def _integers(value: Array, device: torch.device | None = None) -> torch.Tensor:
     """The value as int64, by default where it lies, wherever new tensors do."""
     array = torch.as_tensor(value, device=device or getattr(value, "device", None))
-    if arrays.kind(array.dtype) != "int":
+    if kind(array.dtype) != "int":
         raise FuncgaError(
             f"a key or index is {arrays.describe(value)}: they are integers, or tensors of some: "
             "torch_backend.example_keys(0, torch.arange(len(x)))."

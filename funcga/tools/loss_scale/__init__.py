@@ -126,8 +126,8 @@ class _ScaledUpdate(UpdateFunction):
         """The state before the first update."""
         backend = backend_of([params], lambda: ["params"])
         arrays = backend.arrays
-        scale = arrays.cast(self.init_scale, arrays.as_dtype("float32"))
-        growth, skipped = (arrays.cast(0, arrays.xp.int32) for _ in range(2))
+        scale = arrays.as_array(self.init_scale, arrays.as_dtype("float32"))
+        growth, skipped = (arrays.as_array(0, arrays.xp.int32) for _ in range(2))
         inner = self.tx.init(backend.transforms.widened(params)[0])
         return LossScaledState(inner, scale, growth, skipped)
 
@@ -149,7 +149,7 @@ class _ScaledUpdate(UpdateFunction):
         is_finite = finite(leaves, backend)
         if self.across is not None:
             # All replicas skip the window if any has a gradient that is not finite.
-            infinite = backend.arrays.cast(~is_finite, backend.arrays.as_dtype("float32"))
+            infinite = backend.arrays.as_array(~is_finite, backend.arrays.as_dtype("float32"))
             replicas = backend.replicas.replicas_of(self.across)
             is_finite = backend.replicas.summed(infinite, leaves, replicas) == 0
         step, scaled = Step(self.tx, backend, owned, into), backend.states.scaled
@@ -188,5 +188,5 @@ class _ScaledUpdate(UpdateFunction):
         smaller = xp.clip(state.scale * self.backoff_factor, LEAST32)
         scale = xp.where(used, xp.where(grows, grown, state.scale), smaller)
         growth = xp.where(used & (growth < self.growth_interval), growth, 0)
-        skipped = state.skipped + arrays.cast(~used, xp.int32)
+        skipped = state.skipped + arrays.as_array(~used, xp.int32)
         return LossScaledState(inner, scale, growth, skipped)

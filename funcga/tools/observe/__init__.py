@@ -17,6 +17,7 @@ from funcga._backend import Backend
 from funcga._backend.prefixes import paths_and_leaves
 from funcga._call import Program
 from funcga._call.arguments import Arguments
+from funcga._fold import accumulator_dtype
 from funcga._fold.accumulator import Accumulation, Folding
 from funcga._fold.outputs import Outputs, broadcast_folds
 from funcga._tools import load
@@ -146,9 +147,9 @@ class Readings:
 
     def row(self, leaf: Array) -> Array:
         """The measures of an array, [measures]; a number, if there is one measure."""
-        xp, cast = self.arrays.xp, self.arrays.cast
-        wide = cast(leaf, self.arrays.accumulator_dtype(leaf.dtype))
-        row = [cast(measure(xp, wide), self.dtype) for measure in self.measures]
+        xp, as_array = self.arrays.xp, self.arrays.as_array
+        wide = as_array(leaf, accumulator_dtype(leaf.dtype, self.arrays))
+        row = [as_array(measure(xp, wide), self.dtype) for measure in self.measures]
         return xp.stack(row) if len(row) > 1 else row[0]
 
     def measured(self, value: Tree, weight: Scalar) -> Tree:
@@ -169,7 +170,7 @@ class Readings:
         xp, vectors = self.arrays.xp, self._vectors(leaves, known or {})
         # A micro-batch of weight 0 counts as zeros, as there may be no backward pass for it.
         if self.arrays.is_array(weight):
-            weight = self.arrays.cast(weight, self.dtype, vectors[0])
+            weight = self.arrays.as_array(weight, self.dtype, vectors[0])
             vectors = [xp.where(weight != 0, vector, 0) for vector in vectors]
             divisor = xp.where(weight != 0, weight, 1)
         else:
@@ -208,13 +209,13 @@ class Readings:
         """The observation of a finished window: `folded` are the results of the measures."""
         (factor,), trees, xp = folded[0], self.backend.trees, self.arrays.xp
         results = self._vectors([*folded, *trees.flatten(value)[0]], {})
-        loss_scale = self.arrays.cast(loss_scale, self.dtype)
+        loss_scale = self.arrays.as_array(loss_scale, self.dtype)
         divisor = xp.where(factor == 0, 1, factor)  # of a window that weighs nothing
         observations = list[Tree]()
         for observer, groups, of_microbatches, result in zip(
             self.observers, self.groups, folded[1:], results, strict=True
         ):
-            result = self.arrays.cast(result, self.dtype, factor) / divisor**observer.degree
+            result = self.arrays.as_array(result, self.dtype, factor) / divisor**observer.degree
             seen = Observed(of_microbatches, result, divisor / loss_scale)
             # Arrays with the groups on their last axis: the observation of each.
             leaves, structure = trees.flatten(observer.finish(xp, seen))

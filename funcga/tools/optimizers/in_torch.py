@@ -130,10 +130,10 @@ class _Update(UpdateFunction):
         zeros = [None if leaf is None else torch.zeros_like(leaf.detach()) for leaf in leaves]
         like = trees.unflatten(structure, zeros)
         state = OptimizerState(
-            arrays.cast(0, torch.int32),
+            arrays.as_array(0, torch.int32),
             trees.unflatten(structure, [{} for _ in leaves]),
             torch.zeros(len(leaves), dtype=torch.bool, device="cpu"),
-            arrays.cast(0, torch.float32),
+            arrays.as_array(0, torch.float32),
         )
         # Zeros are parameters and gradients at once: this takes no more than one copy of them.
         _, after = self.stepped(False, True, like, state, like, {"weight": 1.0})
@@ -209,7 +209,7 @@ class _Update(UpdateFunction):
             state.count + 1,
             trees.unflatten(trees.flatten(params)[1], kept),
             torch.tensor(flags, dtype=torch.bool, device="cpu"),
-            arrays.cast(0 if weight is None else weight, torch.float32).clone(),
+            arrays.as_array(0 if weight is None else weight, torch.float32).clone(),
         )
 
     def _run(

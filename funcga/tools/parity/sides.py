@@ -17,6 +17,7 @@ from funcga._backend import Backend
 from funcga._backend.dispatch import load
 from funcga._backend.prefixes import paths_and_leaves
 from funcga._call.arguments import Arguments, Split, read_arguments, starts
+from funcga._fold import kind
 from funcga._grad import value_and_grad
 from funcga._types import Array, Dtype, Scalar, Tree
 from funcga.errors import FuncgaError
@@ -134,7 +135,6 @@ class Side:
         if self.problem.reduction is not None:
             return self.problem.reduction
         # Forward it is a sum over an axis of a parameter, and backward one over rows or tokens.
-        kind = self.backend.arrays.kind
         axes = [max(leaf.shape, default=1) for leaf in self.named(self.args[0]).values()]
         arrays = [leaf for leaf, _ in self.arguments if self.backend.arrays.is_array(leaf)]
         tokens = [math.prod(leaf.shape) for leaf in arrays if kind(leaf.dtype) == "int"]

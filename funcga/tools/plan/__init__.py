@@ -18,7 +18,7 @@ from importlib import import_module
 from typing import Any
 
 from funcga._backend import Backend
-from funcga._call import Program, read_program, step_program
+from funcga._call import Program, backend_of_call, read_program, step_program
 from funcga._call.arguments import Split
 from funcga._types import GradFn, Tree
 from funcga.errors import FuncgaError
@@ -187,7 +187,7 @@ def plan(
             "state=tx.init(params))."
         )
     program = program or read_program(grad_fn, mean(), None, None, None)
-    backend = program.backend(args, kwargs)
+    backend = backend_of_call(program.grad_fn, args, kwargs)
     count = None if memory is None else read_memory(memory)
     return planned(program, backend, args, kwargs, count, state, job, on_each)
 

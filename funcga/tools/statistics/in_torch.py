@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from funcga._fold import accumulator_dtype
 from funcga._types import LossFn
 from funcga.errors import FuncgaError
 from funcga.normalizers import Pooled
@@ -110,7 +111,7 @@ def _leaf(name: str, layer: Any, count: int | None) -> torch.Tensor:
             "the layer as it is, layer(x), or thread the buffers: "
             "pure_loss(module, loss_fn, buffers=True)."
         )
-    dtype, count = arrays.accumulator_dtype(running_mean.dtype), count or 0
+    dtype, count = accumulator_dtype(running_mean.dtype, arrays), count or 0
     mean, variance = running_mean.detach().to(dtype), layer.running_var.detach().to(dtype)
     # Torch writes the unbiased variance; a fold needs that of the population.
     biased = variance * ((count - 1) / count) if count else variance

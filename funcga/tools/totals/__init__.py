@@ -18,6 +18,7 @@ from funcga._backend import Arrays, Backend
 from funcga._call import Memory, Program, owner_of
 from funcga._call.arguments import CARRY, read_arguments
 from funcga._call.supported import MODULE
+from funcga._fold import accumulator_dtype, kind
 from funcga._replicas import step_of
 from funcga._tools import load
 from funcga._types import Array, Namespace, Reduced, Tree
@@ -132,9 +133,9 @@ def _total(leaf: Any, arrays: Arrays) -> Array:
     floats stop at 256 or 2,048.
     """
     total = arrays.as_array(leaf)
-    is_integer = arrays.kind(total.dtype) in ("bool", "int")
-    wide = arrays.as_array(0).dtype if is_integer else arrays.accumulator_dtype(total.dtype)
-    total = arrays.cast(total, wide)
+    is_integer = kind(total.dtype) in ("bool", "int")
+    wide = arrays.as_array(0).dtype if is_integer else accumulator_dtype(total.dtype, arrays)
+    total = arrays.as_array(total, wide)
     return total.sum() if total.shape else total
 
 

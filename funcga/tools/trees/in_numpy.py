@@ -3,8 +3,8 @@ installed.
 """
 
 from collections.abc import Sequence
+from importlib import import_module
 
-from funcga._backend.dispatch import is_of_numpy
 from funcga._types import Array
 from funcga.tools.trees import Extent, extent
 
@@ -18,7 +18,8 @@ def platforms() -> set[str]:
 
 def export_array(leaf: Array, platforms: set[str]) -> Array:
     """An array or scalar as a plain array, whose bytes are in this machine's order."""
-    if is_of_numpy(leaf, "MaskedArray"):
+    numpy = import_module("numpy")
+    if isinstance(leaf, numpy.ma.MaskedArray):
         raise TypeError("its mask would be lost; x.filled(0) has none")
     array = leaf.__array__()
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
@@ -43,7 +44,7 @@ def extents(leaf: Array) -> list[Extent]:
     """The addresses of the first byte of an array and of that after its last; none of a scalar,
     which cannot be written to.
     """
-    if not leaf.size or is_of_numpy(leaf, "generic"):
+    if not leaf.size or isinstance(leaf, import_module("numpy").generic):
         return []
     start = leaf.__array_interface__["data"][0]
     return [extent(start, leaf.shape, leaf.strides, leaf.itemsize)]

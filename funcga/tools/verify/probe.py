@@ -18,7 +18,8 @@ import numpy as np
 
 from funcga._accumulate import accumulate
 from funcga._backend.prefixes import leaf_paths
-from funcga._call import Program
+from funcga._call import Program, backend_of_call
+from funcga._fold import accumulator_dtype, kind
 from funcga._fold.outputs import broadcast_folds
 from funcga._grad import GradientFunction
 from funcga._types import Array, Namespace, Scalar, Tree
@@ -54,7 +55,7 @@ class Probe:
     ):
         self.program, self.job, self.precise, self.subject = program, job, precise, subject
         self.grad_fn = grad_fn = program.grad_fn
-        self.backend = program.backend(args, kwargs)
+        self.backend = backend_of_call(grad_fn, args, kwargs)
         self.framework = importlib.import_module(f"funcga.tools.verify.in_{self.backend.name}")
         gradient = grad_fn if job is None else job.gradient
         self.gradient = gradient if isinstance(gradient, GradientFunction) else None
@@ -75,14 +76,14 @@ class Probe:
         def copied(leaf: Array, kind: str) -> Array:
             own = self.framework.copy(leaf)
             wide = {"float": "float64", "complex": "complex128"}.get(kind) if self.precise else None
-            return arrays.cast(own, arrays.as_dtype(wide)) if wide else own
+            return arrays.as_array(own, arrays.as_dtype(wide)) if wide else own
 
         return self._map_arrays(copied, tree)
 
     def _map_arrays(self, function: Callable[[Array, str], Array], tree: Tree) -> Tree:
         """The tree with the function applied to each array and the kind of its dtype."""
         arrays = self.backend.arrays
-        is_array, kind = arrays.is_array, arrays.kind
+        is_array = arrays.is_array
         return self._map(
             lambda leaf: function(leaf, kind(leaf.dtype)) if is_array(leaf) else leaf, tree
         )
@@ -263,13 +264,14 @@ class Probe:
             leaf = arrays.as_array(leaf)
         except TypeError:
             return np.zeros(0)
-        kind = arrays.kind(leaf.dtype)
-        if kind == "other":
+        kind_of = kind(leaf.dtype)
+        if kind_of == "other":
             return np.zeros(0)
         # NumPy has no bfloat16.
-        if kind == "float":
-            leaf = arrays.cast(leaf, arrays.accumulator_dtype(leaf.dtype))
-        return to_numpy(leaf, copy=None).astype("complex128" if kind == "complex" else "float64")
+        if kind_of == "float":
+            leaf = arrays.as_array(leaf, accumulator_dtype(leaf.dtype, arrays))
+        wide = "complex128" if kind_of == "complex" else "float64"
+        return to_numpy(leaf, copy=None).astype(wide)
 
     @property
     def whole(self) -> Leaves:

@@ -78,7 +78,7 @@ class TargetWeight:
         if not arrays.is_array(target):
             return amount >= float(target)  # JAX takes no int of more than 31 bits
         if arrays.is_array(amount):
-            target = arrays.cast(target, amount.dtype)
+            target = arrays.as_array(target, amount.dtype)
         return amount >= target
 
     def windows(self, items: Iterator[Item], weight: Any) -> Iterator[list[Item]]:
