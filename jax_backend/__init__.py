@@ -47,14 +47,4 @@ __all__ = [
     "state_specs",
 ]
 
-BACKEND = Backend(
-    "jax",
-    trees,
-    arrays,
-    transforms,
-    loop,
-    replicas,
-    states,
-    transforms,
-    optimizers=transforms,
-)
+BACKEND = Backend("jax", trees, arrays, transforms, loop, replicas, states, transforms)

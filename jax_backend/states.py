@@ -17,7 +17,7 @@ from funcga._types import Array, Reduced, Scalar, Tree
 from funcga.errors import FuncgaError
 from jax_backend import merge as merging
 from jax_backend.arrays import as_varying, typed_axes, varying_axes
-from jax_backend.replicas import Replicas, check_step_merges, listed, read_across, spelled
+from jax_backend.replicas import Replicas, listed, read_across, spelled
 
 # -- sums
 
@@ -28,6 +28,8 @@ def add(
     """The accumulators of a window with the value of its last micro-batch, which is in its
     tally.
     """
+    if window.replicas is not None:
+        _check_not_merged(leaves, window)
     triples = zip(window.outputs.folds, leaves, weights, strict=True)
     return [
         None if fold is None else window.combined(leaf_index, fold.lift(leaf, weight))
@@ -75,22 +77,15 @@ def _sharded_as(constant: Reduced, like: Reduced) -> Reduced:
 # -- over replicas
 
 
-def check_gradients(leaves: Sequence[Array], window: Accumulation) -> None:
-    """Raises FuncgaError for gradients that cannot be added to the window, or merged over its
-    replicas.
-    """
-    # Not merged, or merged already.
-    replicas = window.replicas
-    if replicas is None:
-        check_step_merges()
-        return
-    for leaf_index, leaf in enumerate(leaves):
-        if leaf is None:
-            continue
-        varying = varying_axes(jax.typeof(leaf))
-        missing = tuple(name for name in replicas.names if not typed_axes((name,)) <= varying)
+def _check_not_merged(leaves: Sequence[Array], window: Accumulation) -> None:
+    """Raises FuncgaError for gradients that are merged over the replicas of a window already."""
+    names = window.replicas.names
+    for leaf_index in range(window.outputs.before, len(leaves)):
+        leaf = leaves[leaf_index]
+        varying = frozenset(names) if leaf is None else varying_axes(jax.typeof(leaf))
+        missing = tuple(name for name in names if not typed_axes((name,)) <= varying)
         if missing:
-            path = window.outputs.of_value.paths("grads")[leaf_index]
+            path = window.outputs.paths("grads")[leaf_index]
             raise FuncgaError(
                 f"`{path}` is the same on all devices along {listed(missing)}, so "
                 "it is merged already: JAX sums the gradient of what does not differ between "

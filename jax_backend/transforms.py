@@ -1,11 +1,7 @@
-"""The transforms: from a loss to its gradient, what `multi_steps` needs of this framework, and the
-types of optax.
-"""
+"""The transforms: from a loss to its gradient, and what `multi_steps` needs of this framework."""
 
-import importlib
 from collections.abc import Callable
-from functools import cache, partial
-from types import ModuleType
+from functools import partial
 from typing import TypeAlias
 
 import jax
@@ -14,8 +10,6 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from funcga._fold import accumulator_dtype, describe
-from funcga._transform import Transform
-from funcga._transform.multi_steps import MultiSteps
 from funcga._types import Array, GradFn, LossFn, Scalar, Tree
 from funcga.errors import FuncgaError
 from jax_backend import _private, arrays, trees
@@ -214,49 +208,3 @@ def _zero_updates(emit: Emit, state: Tree, operands: Tree, like: Tree) -> Tree:
     return jax.tree.map(
         lambda a, b: jnp.zeros_like(b if jnp.shape(b) == a.shape else a, dtype=a.dtype), types, like
     )
-
-
-# -- optax, the library of transforms that JAX's users have: its types, where it is installed
-
-
-def _optax() -> ModuleType | None:
-    """optax, imported if it is installed, so that all transforms fit into its chains."""
-    try:
-        return importlib.import_module("optax")
-    except ModuleNotFoundError:
-        return None
-
-
-def imported(tx: Transform) -> Transform:
-    """A transform as the library's own combinators would call it, with extra arguments that it
-    may ignore.
-    """
-    optax = _optax()
-    if optax is None or not isinstance(tx, optax.GradientTransformation):
-        return tx
-    wrapped: Transform = optax.with_extra_args_support(tx)
-    return wrapped
-
-
-def exported(tx: MultiSteps) -> MultiSteps:
-    """A transform of funcga's in the type that the library's combinators take."""
-    optax = _optax()
-    return tx if optax is None else _both_types(optax.GradientTransformationExtraArgs)(*tx)
-
-
-@cache
-def _both_types(base: type) -> type[MultiSteps]:
-    """MultiSteps as a subclass of the type that optax.chain looks for."""
-    # Not at import, as optax may not be installed.
-    members = {"__doc__": MultiSteps.__doc__, "__slots__": (), "__reduce__": _reduced}
-    return type("MultiSteps", (MultiSteps, base), members)
-
-
-def _reduced(tx: MultiSteps) -> tuple[object, ...]:
-    """How it is pickled: the type is made again where it is loaded."""
-    # pickle looks up classes by name, and this one is in no module.
-    return _exported_pair, (tx.init, tx.update)
-
-
-def _exported_pair(init: object, update: object) -> MultiSteps:
-    return exported(MultiSteps(init, update))  # type: ignore[arg-type]

@@ -156,7 +156,8 @@ def divide(sums: list[torch.Tensor], total: float) -> None:
     """Divides in place, each in its shard; zeros if nothing was folded."""
     if total == 1:
         return
-    sums = local_tensors(sums)
+    if {*map(type, sums)} != {torch.Tensor}:
+        sums = local_tensors(sums)
     if not total:
         torch._foreach_zero_(sums)
         return

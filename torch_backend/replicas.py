@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from funcga._types import Reduced, Scalar
+from funcga._types import Scalar
 from funcga.errors import FuncgaError
 from torch_backend import _private, arrays
 
@@ -88,9 +88,9 @@ class InTurn(list[Replicas]):
     """What a wrapper of a module merges over: its groups, one after the other."""
 
 
-def replicas_of(across: Any) -> Replicas:
-    """The replicas that `across=` names; FuncgaError if it names none."""
-    return across if isinstance(across, Replicas) else Replicas(across)
+def replicas_of(across: Any) -> Any:
+    """The replicas that `across=` names, None without it; FuncgaError if it names none."""
+    return across if across is None or isinstance(across, Replicas) else Replicas(across)
 
 
 def are_processes(across: Any) -> bool:
@@ -98,8 +98,8 @@ def are_processes(across: Any) -> bool:
     return isinstance(across, Replicas | dist.ProcessGroup | DeviceMesh | int)
 
 
-def summed(number: Scalar, accumulators: Sequence[Reduced], replicas: Replicas) -> Scalar:
-    """The sum of a scalar over the replicas, which have these accumulators."""
+def summed(number: Scalar, replicas: Replicas) -> Scalar:
+    """The sum of a scalar over the replicas."""
     total = torch.as_tensor(number).to(torch.float64, copy=True)
     replicas.channel.carrier(total.device).allreduce([total]).wait()
     return arrays.scalar(total)

@@ -202,13 +202,6 @@ def zeros_like(
 # -- over replicas
 
 
-def check_gradients(leaves: Sequence[Array], window: Accumulation) -> None:
-    """Raises FuncgaError for gradients that cannot be added to the window, or merged over its
-    replicas.
-    """
-    # Nothing can be seen: a tensor does not say whether other processes have it, too.
-
-
 def merged(window: Accumulation, memory: Memory, updates: Array, donate: bool) -> Accumulation:
     """The window merged over its replicas, whose states have made so many `updates`; in the same
     memory if that is donated.

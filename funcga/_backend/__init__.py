@@ -127,11 +127,11 @@ class Replicas(Protocol):
     """A framework's replicas: what `across=` names."""
 
     def replicas_of(self, across: Any) -> Any:
-        """The replicas that `across=` names; FuncgaError if it names none."""
+        """The replicas that `across=` names, None without it; FuncgaError if it names none."""
         ...
 
-    def summed(self, number: Scalar, accumulators: Sequence[Reduced], replicas: Any) -> Scalar:
-        """The sum of a scalar over the replicas, which have these accumulators."""
+    def summed(self, number: Scalar, replicas: Any) -> Scalar:
+        """The sum of a scalar over the replicas."""
         ...
 
 
@@ -165,12 +165,6 @@ class States(Protocol):
 
     def emptied(self, window: Accumulation) -> list[Reduced]:
         """The accumulators of an empty window like this one."""
-        ...
-
-    def check_gradients(self, leaves: Sequence[Array], window: Accumulation) -> None:
-        """Raises FuncgaError for gradients that cannot be added to the window, or merged over its
-        replicas.
-        """
         ...
 
     # Over replicas, each of which folds a window of its own until an update.
@@ -234,20 +228,6 @@ class Transforms(Protocol):
         ...
 
 
-class Optimizers(Protocol):
-    """The library of transforms that a framework's users have, if there is one: optax for JAX."""
-
-    def imported(self, tx: Any) -> Any:
-        """A transform as the library's own combinators would call it, with extra arguments that
-        it may ignore.
-        """
-        ...
-
-    def exported(self, tx: Any) -> Any:
-        """A transform of funcga's in the type that the library's combinators take."""
-        ...
-
-
 @dataclass(frozen=True)
 class Backend:
     """One framework's parts, under the framework's name."""
@@ -260,5 +240,3 @@ class Backend:
     replicas: Replicas
     states: States
     transforms: Transforms
-    # A framework whose users write transforms without a library has none.
-    optimizers: Optimizers | None = None

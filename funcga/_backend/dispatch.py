@@ -106,7 +106,8 @@ def owns(backend: Backend, leaf: object) -> bool:
 def is_numpy(leaf: object) -> bool:
     """Whether the leaf is an array or a scalar of NumPy, which need not be imported."""
     numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(leaf, numpy.ndarray | numpy.generic)
+    # torch.compile knows no unions of NumPy's types.
+    return numpy is not None and isinstance(leaf, (numpy.ndarray, numpy.generic))
 
 
 def _framework(leaf: object) -> str | None:

@@ -224,8 +224,7 @@ class LeafFold:
     def normalize(self, reduced: Reduced, tally: Tally) -> Reduced:
         """The result, in the dtype of results."""
         arrays, apply = self.arrays, self.fold.normalizer.apply
-        kind_of_result = kind(self.result_dtype)
-        if self.fold.normalizer.wide and kind_of_result == "float":
+        if self.fold.normalizer.wide and kind(self.result_dtype) == "float":
             # Integers as floats of the result, but at least float32.
             floats = accumulator_dtype(self.result_dtype, arrays)
             as_float = lambda part: (
@@ -240,7 +239,7 @@ class LeafFold:
             for amount in (tally.total, tally.steps)
         ]
         result = apply(arrays.xp, reduced, Tally(*scalars))
-        if kind_of_result == "bool":
+        if self.result_dtype == arrays.xp.bool:
             # Bools are folded as ints, whose identity for a maximum is the lowest int.
             result = _each(lambda part: part > 0 if kind(part.dtype) == "int" else part, result)
         if not isinstance(result, tuple):  # the usual case

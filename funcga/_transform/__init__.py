@@ -1,11 +1,11 @@
 """A transform: an optimizer as two pure functions, as optax has it."""
 
 import inspect
+import sys
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any, NamedTuple
 
-from funcga._backend import Optimizers
-from funcga._backend.dispatch import load_imported
 from funcga._types import Tree
 
 
@@ -71,13 +71,22 @@ def read_transform(tx: Any) -> Transform:
 
 
 def wrapped_transform(tx: Any) -> Transform:
-    """The transform to be wrapped by one of funcga's, adapted by the library that it comes from."""
-    read = read_transform(tx)
-    for library in libraries():
-        read = library.imported(read)
+    """The transform to be wrapped by one of funcga's, called as optax's combinators call theirs:
+    with further arguments, which a transform of optax may ignore.
+    """
+    read, optax = read_transform(tx), optax_if_used()
+    if optax is not None and isinstance(read, optax.GradientTransformation):
+        read = optax.with_extra_args_support(read)
     return read
 
 
-def libraries() -> list[Optimizers]:
-    """The libraries of transforms, such as optax, of the frameworks that are imported."""
-    return [backend.optimizers for backend in load_imported() if backend.optimizers is not None]
+def optax_if_used() -> Any:
+    """optax, the library of transforms that users of JAX have, if JAX is imported and it is
+    installed.
+    """
+    if sys.modules.get("jax") is None:
+        return None
+    try:
+        return import_module("optax")
+    except ModuleNotFoundError:
+        return None

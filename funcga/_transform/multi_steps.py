@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import partial, reduce
+from functools import cache, partial, reduce
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from funcga._backend import Arrays, Backend
@@ -20,7 +20,7 @@ from funcga._fold import check_weight
 from funcga._fold.accumulator import Accumulation, AccumulatorState, Folding, empty
 from funcga._replicas import step_of
 from funcga._tools import load
-from funcga._transform import Traits, Transform, libraries, wrapped_transform
+from funcga._transform import Traits, Transform, optax_if_used, wrapped_transform
 from funcga._transform.apply import Step, UpdateFunction, traits_of
 from funcga._transform.window_size import WindowSize, check_size, size_after
 from funcga._types import Array, Scalar, Tree
@@ -315,11 +315,23 @@ def multi_steps(
         check_supported(["drop=", "scaled=True"] if traits.scales else [], ANY)
         skip = load("dropping", "drop=").dropping(drop, drop_if, memory, read)
     update = MultiStepsUpdate(read, check_size(n), folding, skip, program, donate, traits)
-    # In the type that the library's combinators take, such as optax.chain.
-    transform = MultiSteps(update.init, update)
-    for library in libraries():
-        transform = library.exported(transform)
-    return transform
+    return _for_chains(update.init, update)
+
+
+def _for_chains(init: Callable[..., Any], update: "MultiStepsUpdate") -> MultiSteps:
+    """The MultiSteps of two functions, in the type that optax.chain takes, where optax is used."""
+    optax = optax_if_used()
+    kind = MultiSteps if optax is None else _both_types(optax.GradientTransformationExtraArgs)
+    return kind(init, update)
+
+
+@cache
+def _both_types(base: type) -> type[MultiSteps]:
+    """MultiSteps as a subclass of the type that optax.chain looks for."""
+    # pickle looks up classes by name, and this one is in no module: it is made again.
+    reduced = lambda tx: (_for_chains, (tx.init, tx.update))
+    members = {"__doc__": MultiSteps.__doc__, "__slots__": (), "__reduce__": reduced}
+    return type("MultiSteps", (MultiSteps, base), members)
 
 
 @dataclass(frozen=True, eq=False)
@@ -386,7 +398,7 @@ class MultiStepsUpdate(UpdateFunction):
             if hasattr(n, "is_full"):
                 total, updates = window.total, arrays.scalar(state.updates)
                 if window.replicas is not None:
-                    total = backend.replicas.summed(total, window.accumulators, window.replicas)
+                    total = backend.replicas.summed(total, window.replicas)
                 full = n.is_full(total, updates, arrays)
             # Sums that this call has made may be written to when the window ends.
             pairs = zip(before.accumulators, window.accumulators, strict=True)
@@ -421,7 +433,6 @@ class MultiStepsUpdate(UpdateFunction):
         """The window with one more micro-batch, and the state with it; in place if `owned`."""
         backend, folding = window.outputs.backend, self.folding
         _, leaves = window.matched(grads, "grads")
-        backend.states.check_gradients(leaves, window)
         if type(weight) is not int:
             weight = check_weight(weight, backend.arrays)
         keep, after = True, window
@@ -502,7 +513,7 @@ class MultiStepsUpdate(UpdateFunction):
     def opened(self, state: MultiStepsState, backend: Backend) -> Accumulation:
         """The window of a state, of this replica."""
         window = state.window
-        replicas = None if self.program.across is None else self.program.replicas(backend)
+        replicas = backend.replicas.replicas_of(self.program.across)
         # Without replicas the window is whole.
         if replicas is None and isinstance(window.part, tuple):
             return self.folding.opened(window, backend)
@@ -559,6 +570,6 @@ def _backend_of(params: Tree) -> Backend:
         return backend_of([params], lambda: ["params"])
     except FuncgaError:
         for backend in load_imported():
-            if backend.optimizers is not None and not backend.trees.flatten(params)[0]:
+            if backend.name == "jax" and not backend.trees.flatten(params)[0]:
                 return backend
         raise

@@ -151,7 +151,7 @@ class _ScaledUpdate(UpdateFunction):
             # All replicas skip the window if any has a gradient that is not finite.
             infinite = backend.arrays.as_array(~is_finite, backend.arrays.as_dtype("float32"))
             replicas = backend.replicas.replicas_of(self.across)
-            is_finite = backend.replicas.summed(infinite, leaves, replicas) == 0
+            is_finite = backend.replicas.summed(infinite, replicas) == 0
         step, scaled = Step(self.tx, backend, owned, into), backend.states.scaled
 
         def run(inner: Tree, params: Tree, given: tuple[Any, ...]) -> tuple[Tree, Tree]:
