@@ -416,18 +416,18 @@ def tallies_of(outputs: Outputs, total: Tally, unit: Scalar) -> list[Tally]:
     """A tally for each leaf that is reduced: in this unit for a mean; NaN if a float32 cannot hold
     it, as 0 would be wrong.
     """
-    of_kind: dict[tuple[bool, bool], Tally] = {}  # one for each kind of leaf
+    of_kind: dict[tuple[bool, int], Tally] = {}  # one for each kind of leaf
     for fold in outputs.reduced.values():
-        kind = fold.is_mean, fold.is_narrow
+        kind = fold.is_mean, fold.bits
         if kind in of_kind:
             continue
         weight = total.total / unit if fold.is_mean else total.total
-        if fold.is_narrow:  # a program in float64 has no float32 in it
+        if fold.bits == 32:  # a program in float64 has no float32 in it
             # The range in which a float32 and its reciprocal are normal numbers.
             fits = (weight == 0) | ((weight >= LEAST32) & (weight <= MOST32))
             weight = jnp.where(fits, weight, jnp.full_like(weight, jnp.nan)).astype(jnp.float32)
         of_kind[kind] = Tally((weight,), total.steps)
-    return [of_kind[fold.is_mean, fold.is_narrow] for fold in outputs.reduced.values()]
+    return [of_kind[fold.is_mean, fold.bits] for fold in outputs.reduced.values()]
 
 
 # -- stream: a program for each micro-batch

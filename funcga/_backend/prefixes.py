@@ -23,15 +23,6 @@ class PrefixValue(NamedTuple):
     root: str
 
 
-def _no_prefix(what: str, path: str, prefix: Tree, tree: Tree, trees: Trees) -> FuncgaError:
-    """The error for a tree that is no prefix of another one: they diverge at `path`."""
-    return FuncgaError(
-        f"{what}: at {path or 'its root'} it has {outline(prefix, trees)}, and there is "
-        f"{outline(tree, trees)}. Give one value for all that stands below, or a container "
-        "with the same keys."
-    )
-
-
 def outline(tree: Tree, trees: Trees) -> str:
     """A short description of a tree for errors: its type, and its first keys."""
     keys = [key for key, _ in trees.children(tree) or ()]
@@ -126,7 +117,11 @@ def broadcast(
     children = trees.children(tree)
     matched = _branches(prefix, tree, children or [], trees)
     if children is None or matched is None or matched.keys() != {key for key, _ in children}:
-        raise _no_prefix(what, path, prefix, tree, trees)
+        raise FuncgaError(
+            f"{what}: at {path or 'its root'} it has {outline(prefix, trees)}, and there is "
+            f"{outline(tree, trees)}. Give one value for all that stands below, or a container "
+            "with the same keys."
+        )
     values = []
     for key, child in children:
         values += broadcast(matched[key], child, is_value, trees, path + key, what)

@@ -4,7 +4,7 @@ options, checked.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
@@ -127,10 +127,6 @@ class Program:
         told = (backend.loop.telling((self, *later), backend) for backend in load_imported())
         return next((context for context in told if context is not None), nullcontext())
 
-    def replicas(self, backend: Backend) -> Any:
-        """The replicas that `across=` names; None without it. FuncgaError if it names none."""
-        return None if self.across is None else backend.replicas.replicas_of(self.across)
-
     def read(self, args: tuple[Any, ...], backend: Backend) -> Arguments:
         """The positional arguments, each leaf with its axis from in_axes."""
         return read_arguments(args, self.in_axes, self.grad_fn, backend)
@@ -168,21 +164,24 @@ class Program:
         """The Outputs for a first micro-batch with this value, and its leaves."""
         # The first micro-batch shows the structure; all later ones are checked against it.
         backend, carried = arguments.backend, arguments.carried() if arguments.state else []
-        if self.watch is None:
-            return bind_outputs(self.fold, value, backend, carried=carried)
-        # The value is bound alone first, so that errors name leaves of grad_fn's own output.
-        bind_outputs(self.fold, value[1], backend, carried=carried)
-        folds = self.watch.readings(self, value[1], arguments).folds
-        outputs, leaves = bind_outputs((folds, self.fold), value, backend, carried=carried)
-        return replace(outputs, before=len(folds)), leaves
+        if self.watch is not None:
+            bound: tuple[Outputs, list[Any]] = self.watch.bind(self, value, arguments)
+            return bound
+        return bind_outputs(self.fold, value, backend, carried=carried)
 
 
 # What stock folds lift and normalize by without a look at the weight. A user's own function may
 # look at it.
 _WITHOUT_WEIGHT = {
-    *[each.lift for each in (reducers.pairs, reducers.pooled, reducers.logsumexp, reducers.carry)],
-    *[each.apply for each in (normalizers.identity, normalizers.ratio, normalizers.pooled)],
-    *[each.apply for each in (normalizers.logsumexp, normalizers.carry)],
+    reducers.pairs.lift,
+    reducers.pooled.lift,
+    reducers.logsumexp.lift,
+    reducers.carry.lift,
+    normalizers.identity.apply,
+    normalizers.ratio.apply,
+    normalizers.pooled.apply,
+    normalizers.logsumexp.apply,
+    normalizers.carry.apply,
 }
 
 

@@ -185,11 +185,10 @@ class LeafFold:
     dtypes.
 
     `adds`: what a backend may add in place instead of `lift` and `combine`: w * v of a
-    "weighted" sum, v of a "plain" one; None if the fold is not a sum. `is_narrow`: whether sums are
-    held in float32, whose range is smaller than that of the weights. `is_wide`: whether in float64,
-    so that the weights need as many bits. `is_mean`: whether the result is sum(w * v) / sum(w),
-    which is the same if all weights are multiplied by one number. `axis`: the one that values are
-    collected along.
+    "weighted" sum, v of a "plain" one; None if the fold is not a sum. `bits`: of the floats that
+    sums are held in, 0 for others: the range of 32 is smaller than that of the weights, and with 64
+    these need as many. `is_mean`: whether the result is sum(w * v) / sum(w), which is the same if
+    all weights are multiplied by one number. `axis`: the one that values are collected along.
     """
 
     fold: Fold
@@ -197,8 +196,7 @@ class LeafFold:
     result_dtype: Dtype
     arrays: Arrays
     adds: Literal["weighted", "plain"] | None = None
-    is_narrow: bool = False
-    is_wide: bool = False
+    bits: int = 0
     is_mean: bool = False
     axis: int | None = None
 
@@ -320,8 +318,7 @@ def bind(fold: Fold, like: Array, where: Callable[[], str], arrays: Arrays) -> L
         result_dtype,
         arrays,
         adds,
-        is_narrow=bits == 32,
-        is_wide=bits == 64,
+        bits,
         is_mean=adds == "weighted" and normalizer.divides_by == "weight",
         axis=reducer.monoid.axis,
     )

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from funcga._backend import Arrays, Backend
 from funcga._backend.dispatch import backend_of
-from funcga._backend.prefixes import PathError, leaf_paths
+from funcga._backend.prefixes import PathError, leaf_paths, leaves_in_order
 from funcga._fold import (
     Tally,
     check_narrow,
@@ -174,12 +174,16 @@ class Accumulation(NamedTuple):
         if not (type(known) is type(unit) is float and known == unit):  # seldom
             window = self.in_unit(unit, donate)
             # Sums that were rescaled have memory of their own.
-            pairs = zip(self.accumulators, window.accumulators, strict=True)
-            donate = donate or not any(old is new is not None for old, new in pairs)
+            donate = donate or not window.shares_sums(self)
         weights = [share if fold is not None and fold.is_mean else weight for fold in folds]
         window = window._replace(tally=tally)
         added = backend.states.add(window, leaves, weights, donate)
         return window._replace(accumulators=added)
+
+    def shares_sums(self, other: "Accumulation") -> bool:
+        """Whether some accumulators are those of another window."""
+        pairs = zip(self.accumulators, other.accumulators, strict=True)
+        return any(own is others is not None for own, others in pairs)
 
     def in_unit(self, unit: Scalar, donate: bool = False) -> "Accumulation":
         """The window in another unit; in place if `donate`."""
@@ -261,19 +265,19 @@ class Accumulation(NamedTuple):
         Raises FuncgaError, which names the leaf, if the structure, a shape or a kind of dtype is
         not that of what the state was made for.
         """
-        outputs, arrays = self.outputs.of_value, self.outputs.backend.arrays
+        outputs, arrays = self.outputs, self.outputs.backend.arrays
         leaves, structure = outputs.backend.trees.flatten(tree)
-        if structure != outputs.structure:
+        if structure != outputs.structure_of_value:
             tree, leaves = self._in_order(tree, name)
-        accumulators = self.accumulators[self.outputs.before :]
-        for leaf_index, (leaf, accumulator) in enumerate(zip(leaves, accumulators, strict=True)):
+        pairs = zip(leaves, self.accumulators[outputs.before :], strict=True)
+        for leaf_index, (leaf, accumulator) in enumerate(pairs, outputs.before):
             # The usual case: an array of the same type.
             if type(leaf) is type(accumulator) and (
                 leaf is None or (leaf.shape, leaf.dtype) == (accumulator.shape, accumulator.dtype)
             ):
                 continue
             if isinstance(leaf, int | float | complex):
-                leaf = leaves[leaf_index] = arrays.as_array(leaf)
+                leaf = leaves[leaf_index - outputs.before] = arrays.as_array(leaf)
             fold, is_param = outputs.folds[leaf_index], name == "params"
             fits = is_param and fold is None
             if fold is not None and arrays.is_array(leaf):
@@ -282,20 +286,19 @@ class Accumulation(NamedTuple):
                 # Where a value is not added as it is, what becomes of it is compared.
                 fits = fits if is_param else kind_of == own and (fits or not fold.adds)
             if not fits:
-                raise self._unfit(self.outputs.before + leaf_index, leaf, name)
+                raise self._unfit(leaf_index, leaf, name)
         return tree, leaves
 
     def _in_order(self, tree: Tree, name: str) -> tuple[Tree, list[Any]]:
         """A tree and its leaves in the order of their accumulators."""
-        outputs, trees = self.outputs.of_value, self.outputs.backend.trees
+        trees, paths = self.outputs.backend.trees, self.outputs.paths(name)[self.outputs.before :]
         if name == "params":
             leaves, structure = trees.flatten(tree)
-            paths, trained = leaf_paths(tree, trees, name), {*outputs.paths(name)}
-            pairs = zip(paths, leaves, strict=True)
+            pairs, trained = zip(leaf_paths(tree, trees, name), leaves, strict=True), {*paths}
             kept = [leaf if path in trained else None for path, leaf in pairs]
             tree = trees.unflatten(structure, kept)
         try:
-            return tree, outputs.in_order(tree, name)
+            return tree, leaves_in_order(tree, paths, trees, name)
         except PathError as error:
             raise FuncgaError(
                 f"the {name} have another structure than the state was made for: {error}. Give all "
@@ -316,7 +319,7 @@ def empty(outputs: Outputs, accumulators: Sequence[Reduced], replicas: Any = Non
     """The empty window of these accumulators."""
     arrays = outputs.backend.arrays
     # Weights are counted in 64 bits only if some sums are.
-    is_wide = any(fold is not None and fold.is_wide for fold in outputs.folds)
+    is_wide = any(fold is not None and fold.bits == 64 for fold in outputs.folds)
     # Each number is an array of its own, as one buffer cannot be donated twice.
     dtype = arrays.xp.float64 if is_wide else arrays.xp.float32
     weight = tuple([arrays.as_array(0, dtype) for _ in range(1 if is_wide else 2)])

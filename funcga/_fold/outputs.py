@@ -71,13 +71,9 @@ class Outputs:
         return tree[1] if self.before else tree
 
     @cached_property
-    def of_value(self) -> "Outputs":
-        """These Outputs without the leaves that come before."""
-        if not self.before:
-            return self
-        leaf_indices = range(self.before, len(self.folds))
-        structure = self.backend.trees.flatten(self.value_of(range(len(self.folds))))[1]
-        return replace(self.part(leaf_indices, structure), before=0)
+    def structure_of_value(self) -> Structure:
+        """The structure without the leaves that come before."""
+        return self.backend.trees.flatten(self.value_of(range(len(self.folds))))[1]
 
     def join(
         self, reduced: Sequence[Any], collected: Sequence[Any], threaded: Sequence[Any]
@@ -85,8 +81,7 @@ class Outputs:
         """The result, in the structure of grad_fn's output."""
         indices = [*self.reduced, *self.collected, *self.threads]
         leaves = dict(zip(indices, [*reduced, *collected, *threaded], strict=True))
-        all_leaves = [leaves.get(index) for index in range(len(self.folds))]  # others are None
-        return self.backend.trees.unflatten(self.structure, all_leaves)
+        return self.structure_of(map(leaves.get, range(len(self.folds))))  # others are None
 
     def part(self, leaf_indices: Sequence[int], structure: Structure) -> "Outputs":
         """The Outputs of some leaves, in a structure of their own, to check partial values by."""
@@ -128,9 +123,9 @@ class Outputs:
             return leaves
         return [self._checked(leaf_index, leaf, which) for leaf_index, leaf in enumerate(leaves)]
 
-    def in_order(self, value: Tree, name: str = "output") -> list[Any]:
-        """The leaves of another value, in this order; `name` is that of the tree. Raises
-        PathError if paths are missing, or new.
+    def in_order(self, value: Tree) -> list[Any]:
+        """The leaves of another value, in this order. Raises PathError if paths are missing, or
+        new.
         """
         trees = self.backend.trees
         leaves, structure = trees.flatten(value)
@@ -138,7 +133,7 @@ class Outputs:
         if structure == self.structure:
             return leaves
         before, value = value if self.before else ((), value)
-        return [*before, *leaves_in_order(value, self.paths(name)[self.before :], trees, name)]
+        return [*before, *leaves_in_order(value, self.paths()[self.before :], trees, "output")]
 
     def _checked(self, leaf_index: int, leaf: Any, which: str) -> Any:
         """A leaf of a later micro-batch as an array. Raises FuncgaError if it does not fit the

@@ -365,7 +365,9 @@ class MultiStepsUpdate(UpdateFunction):
                     "the state of multi_steps cannot grow. Fold with funcga.mean(), per_weight() "
                     "or sum(); or fold the window in one call, by funcga.accumulate."
                 )
-        window = nothing._replace(replicas=self.program.replicas(backend)).packed(is_empty=True)
+        across = self.program.across
+        replicas = None if across is None else backend.replicas.replicas_of(across)
+        window = nothing._replace(replicas=replicas).packed(is_empty=True)
         counts, dropped = (zero(), zero(), arrays.as_array(False)), Dropped(zero(), zero())
         return MultiStepsState(self.tx.init(wide), window, *counts, dropped, observed)
 
@@ -401,8 +403,7 @@ class MultiStepsUpdate(UpdateFunction):
                     total = backend.replicas.summed(total, window.replicas)
                 full = n.is_full(total, updates, arrays)
             # Sums that this call has made may be written to when the window ends.
-            pairs = zip(before.accumulators, window.accumulators, strict=True)
-            spent = owned or not any(old is new is not None for old, new in pairs)
+            spent = owned or not window.shares_sums(before)
             # A Python branch if the host sees the predicate, else a conditional of the program.
             step = Step(self.tx, backend, owned, into)
             end = partial(self.end, step, spent, True)

@@ -63,6 +63,17 @@ class Observers:
             self.known[structure] = dtypes, readings
         return readings
 
+    def bind(
+        self, program: Program, value: Tree, arguments: Arguments
+    ) -> tuple[Outputs, list[Array]]:
+        """The Outputs for a first micro-batch with this (measures, output), and its leaves."""
+        # The output is bound alone first, so that errors name its own leaves.
+        plain = replace(program, watch=None)
+        plain.bind(value[1], arguments)
+        folds = self.readings(program, value[1], arguments).folds
+        outputs, leaves = replace(plain, fold=(folds, program.fold)).bind(value, arguments)
+        return replace(outputs, before=len(folds)), leaves
+
     def observed(
         self,
         program: Program,
