@@ -7,7 +7,7 @@ It keeps no tensor and no module alive.
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -18,7 +18,7 @@ from torch import nn
 from funcga._call.arguments import Argument, Arguments
 from funcga._grad import GradientFunction
 from torch_backend import _private
-from torch_backend.engine.guards import ON, recompute
+from torch_backend.engine.guards import ON, functions, recompute
 from torch_backend.engine.leaves import OWN, Leaves, Own, any_requires_grad
 from torch_backend.modules.checks import check_unfrozen
 from torch_backend.sums import Folding
@@ -38,6 +38,7 @@ class Plan:
     that is not noted. `parts` and `cuts` say how the arguments are split, without the arguments,
     over rows of so many `devices` at once. `folding`: what becomes of the output, decided with the
     first loss, for losses of the `loss_dtype`; this is None where others may be folded otherwise.
+    `graphs`: those of its losses, as far as they were walked.
     """
 
     indices: tuple[int, ...] = ()
@@ -56,6 +57,7 @@ class Plan:
     folding: Folding | None = None
     loss_dtype: torch.dtype | None = None
     seen: recompute.Seen | None = None
+    graphs: functions.Graphs = field(default_factory=functions.Graphs)
 
     def with_cuts(
         self, arguments: Arguments, cuts: Sequence[tuple[int, int]], devices: int
@@ -187,6 +189,7 @@ def plan_of(
         on_host=all(map(_IS_CPU, inputs)),
         run=run_of(inputs, hooked),
         seen=recompute.none_seen((gradient, module)),
+        graphs=functions.Graphs(gradient.loss_fn),
     )
 
 

@@ -12,8 +12,7 @@ What only a first call does stands in other files: plan and bound.
 """
 
 import operator
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Self
@@ -25,7 +24,7 @@ from funcga._call import Program
 from funcga._call.arguments import Argument, Arguments
 from funcga._grad import GradientFunction, evaluations, scaled_loss
 from funcga._types import Scalar, Tree
-from torch_backend import _private, arrays, graphs, trees
+from torch_backend import _private, arrays, trees
 from torch_backend.arrays import recording, recording_loss
 from torch_backend.engine import bound
 from torch_backend.engine.guards import EVERY, ON, functions, recompute, unchanged
@@ -62,6 +61,8 @@ class Window(ExitStack):
     outside: Callable[[], AbstractContextManager[object]] = nullcontext  # of a backward pass
 
     scale: Scalar | None = None  # of the loss; set by `prepared`
+    nodes = 0  # how many nodes the graph of the last loss has; set by `forward`
+    known: Collection[int] = ()  # of graphs that need not be walked; set on entering
 
     may_communicate = False  # whether other processes may wait for each backward pass
     # Whether no pass is restricted to the leaves, as what wraps a module has hooks elsewhere.
@@ -137,6 +138,7 @@ class Window(ExitStack):
             elif keeps_parameters:
                 seen = None
             self.watch = recompute.Watch(seen, inputs, plan.on_host, keeps_parameters)
+            self.known = plan.graphs.known()
             self.versions = [*map(_private.version, inputs)]
             self.push(stack.pop_all())
         return self
@@ -271,9 +273,11 @@ class Window(ExitStack):
     ) -> tuple[torch.Tensor, Tree, torch.Tensor]:
         """(the loss as a number, its aux, the loss times its scale, with its graph)."""
         gradient = self.gradient
+        before = _private.nodes_made()
         with self.noted():
             # A module that is visited has the first argument, its parameters.
             loss, aux = self.loss_fn(*args[self.visits is not None :], **kwargs), None
+        self.nodes = _private.nodes_made() - before
         # The usual output is a plain scalar. Anything else is split, and checked.
         is_usual = type(loss) is torch.Tensor and not loss.ndim and loss.dtype.is_floating_point
         if gradient.has_aux or not is_usual:
@@ -287,10 +291,10 @@ class Window(ExitStack):
         if not (loss.requires_grad and leaves):
             return
         others: AbstractContextManager[None] = nullcontext()
-        # A graph is walked where it may have functions written in Python, which may run backward
-        # passes of their own.
-        if self.runs_whole or functions_alive():
+        if self.nodes not in self.known:
             inputs, others = functions.restriction(self, loss, leaves)
+        elif self.runs_whole or self.plan.run is None:
+            inputs = ()
         on_host = self.plan.on_host and loss.is_cpu
         # One tensor serves all passes from the same cotangent, unless somebody has written to it.
         kind = type(loss), getattr(loss, "placements", None), loss.dtype, loss.device, seed
@@ -463,22 +467,3 @@ class Window(ExitStack):
 def gradients_in(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """What a pass has left in these leaves; zeros where it did not come."""
     return [(torch.zeros_like(p) if p.grad is None else p.grad).detach() for p in leaves]
-
-
-# The kinds of functions written in Python that may run a backward pass of their own; and what tells
-# whether there are more.
-_kinds: tuple[str, list[Any]] = ("", [])
-
-
-def functions_alive() -> bool:
-    """Whether a node of such a function is alive, in the graph of a loss or in any other, or every
-    graph is to be walked.
-    """
-    global _kinds
-    made, kinds = repr(_private.KINDS_MADE), _kinds
-    if made != kinds[0]:
-        kinds = _kinds = made, graphs.kinds_of_functions()
-    for kind in kinds[1]:  # a class that has died has no nodes
-        if kind() is not None and sys.getrefcount(kind()) > graphs.NO_NODES:
-            return True
-    return EVERY
