@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
@@ -18,9 +19,10 @@ from torch import nn
 from funcga._call.arguments import Argument, Arguments
 from funcga._grad import GradientFunction
 from torch_backend import _private
-from torch_backend.engine.guards import ON, functions, recompute
+from torch_backend.engine.guards import EVERY, ON, recompute
 from torch_backend.engine.leaves import OWN, Leaves, Own, any_requires_grad
 from torch_backend.modules.checks import check_unfrozen
+from torch_backend.modules.closures import tensors_in
 from torch_backend.sums import Folding
 
 _MOST = 64  # plans of a step
@@ -38,7 +40,8 @@ class Plan:
     that is not noted. `parts` and `cuts` say how the arguments are split, without the arguments,
     over rows of so many `devices` at once. `folding`: what becomes of the output, decided with the
     first loss, for losses of the `loss_dtype`; this is None where others may be folded otherwise.
-    `graphs`: those of its losses, as far as they were walked.
+    `closed_over`: what the loss closes over, and `unfrozen` which of it required grad. `plain`: how
+    many nodes graphs had that led to leaves of the window alone.
     """
 
     indices: tuple[int, ...] = ()
@@ -57,7 +60,9 @@ class Plan:
     folding: Folding | None = None
     loss_dtype: torch.dtype | None = None
     seen: recompute.Seen | None = None
-    graphs: functions.Graphs = field(default_factory=functions.Graphs)
+    closed_over: Sequence[ref[torch.Tensor]] = ()
+    unfrozen: Sequence[bool] = ()
+    plain: set[int] = field(default_factory=set)
 
     def with_cuts(
         self, arguments: Arguments, cuts: Sequence[tuple[int, int]], devices: int
@@ -68,6 +73,25 @@ class Plan:
         bare = [part._replace(value=None, leaves=[]) for part in arguments.parts]
         parts = None if arguments.state else tuple(bare)
         return replace(self, parts=parts, cuts=cuts, devices=devices)
+
+    def note_graph(self, nodes: int) -> None:
+        """Notes a graph of so many nodes, that leads to leaves of the window alone."""
+        if len(self.plain) < _MOST:
+            self.plain.add(nodes)
+
+    def known_graphs(self) -> Collection[int]:
+        """The numbers of nodes of graphs that need not be walked, as passes through them may run
+        whole: they led to leaves of the window alone, and nothing was frozen or unfrozen since.
+
+        The graph of a loss is no structure of a call, and its number of nodes no identity: another
+        graph of as many has the right gradients, too, as its pass is not restricted.
+        """
+        is_as_before = [*map(_requires_grad, self.closed_over)] == self.unfrozen
+        return self.plain if is_as_before and self.run is None and not EVERY else ()
+
+
+def _requires_grad(of: ref[torch.Tensor]) -> bool:
+    return getattr(of(), "requires_grad", False)
 
 
 class Plans(dict[Any, Plan]):
@@ -177,6 +201,7 @@ def plan_of(
         module = own.module
     hooked = any(_private.hooks_of(each) or _private.acts_on_grad(each) for each in originals)
     may_weigh = not (gradient.scaled or moving)
+    closed_over = [*map(ref, tensors_in(gradient.loss_fn))]
     return Plan(
         indices=indices,
         count=len(parts),
@@ -189,7 +214,8 @@ def plan_of(
         on_host=all(map(_IS_CPU, inputs)),
         run=run_of(inputs, hooked),
         seen=recompute.none_seen((gradient, module)),
-        graphs=functions.Graphs(gradient.loss_fn),
+        closed_over=closed_over,
+        unfrozen=[*map(_requires_grad, closed_over)],
     )
 
 

@@ -138,7 +138,7 @@ class Window(ExitStack):
             elif keeps_parameters:
                 seen = None
             self.watch = recompute.Watch(seen, inputs, plan.on_host, keeps_parameters)
-            self.known = plan.graphs.known()
+            self.known = plan.known_graphs()
             self.versions = [*map(_private.version, inputs)]
             self.push(stack.pop_all())
         return self
@@ -291,10 +291,10 @@ class Window(ExitStack):
         if not (loss.requires_grad and leaves):
             return
         others: AbstractContextManager[None] = nullcontext()
-        if self.nodes not in self.known:
-            inputs, others = functions.restriction(self, loss, leaves)
-        elif self.runs_whole or self.plan.run is None:
+        if self.nodes in self.known:
             inputs = ()
+        else:
+            inputs, others = functions.restriction(self, loss, leaves)
         on_host = self.plan.on_host and loss.is_cpu
         # One tensor serves all passes from the same cotangent, unless somebody has written to it.
         kind = type(loss), getattr(loss, "placements", None), loss.dtype, loss.device, seed
@@ -307,7 +307,7 @@ class Window(ExitStack):
         try:
             if ON and watch is not None:
                 # A module that runs in the backward pass has the right parameters.
-                watch.custom, hooks[watch] = not inputs, watch.check
+                hooks[watch] = watch.check
                 if not watch.on_host:
                     task = watch.task_of(loss)
             with task, others, self.outside():

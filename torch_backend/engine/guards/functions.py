@@ -5,21 +5,17 @@ if none of its inputs leads to a leaf, and some functions refuse a restricted pa
 pass is run, as in a loop by hand, and no leaf but the window's has another `.grad` afterwards.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
-from weakref import ref
 
 import torch
 
 from torch_backend import graphs
-from torch_backend.engine.guards import EVERY
 from torch_backend.engine.guards.grads import gradients_aside
 from torch_backend.engine.guards.recompute import recomputed
 from torch_backend.graphs import Reached
-from torch_backend.modules.closures import reachable, tensors_in
-
-_MOST = 64  # numbers of nodes that are known
+from torch_backend.modules.closures import reachable
 
 
 def restriction(
@@ -30,37 +26,10 @@ def restriction(
     """
     found = graphs.reach(loss, {*map(id, leaves)})
     if not (found.foreign or found.custom):
-        window.plan.graphs.add(window.nodes)
+        window.plan.note_graph(window.nodes)
     if window.runs_whole or found.custom:
         return (), _others_aside(window, found, leaves)
     return leaves, nullcontext()
-
-
-class Graphs:
-    """What the graphs of the losses of one plan are known by: their numbers of nodes.
-
-    The graph of a loss is no structure of a call, and the number saves walks alone. A graph that
-    led to no leaf but the window's is not walked again. Its pass is not restricted, so another
-    graph of as many nodes has the right gradients, too.
-    """
-
-    def __init__(self, loss_fn: object = None):
-        # What the loss closes over, and may lead to once it is not frozen any more.
-        self.others = [*map(ref, tensors_in(loss_fn))]
-        self.frozen, self.plain = self._frozen(), set[int]()
-
-    def add(self, nodes: int) -> None:
-        """Notes a graph that leads to leaves of the window alone, and has no functions."""
-        if len(self.plain) < _MOST:
-            self.plain.add(nodes)
-
-    def known(self) -> Collection[int]:
-        """The numbers of nodes of graphs that need not be walked now."""
-        return () if EVERY or self._frozen() != self.frozen else self.plain
-
-    def _frozen(self) -> list[bool]:
-        others = [other() for other in self.others]
-        return [other is None or not other.requires_grad for other in others]
 
 
 @contextmanager
