@@ -6,10 +6,10 @@ It keeps no tensor and no module alive.
 
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from importlib import import_module
+from itertools import chain
 from typing import Any
 from weakref import ref
 
@@ -38,7 +38,7 @@ class Plan:
     whether the cotangent of a pass may be a weight, outside of autocast. `run`: the tool that runs
     a backward pass, if not autograd alone. `seen`: what modules had in forward passes; None where
     that is not noted. `parts` and `cuts` say how the arguments are split, without the arguments,
-    over rows of so many `devices` at once. `folding`: what becomes of the output, decided with the
+    and `take` how rows are taken. `folding`: what becomes of the output, decided with the
     first loss, for losses of the `loss_dtype`; this is None where others may be folded otherwise.
     `closed_over`: what the loss closes over, and `unfrozen` which of it required grad. `plain`: how
     many nodes graphs had that led to leaves of the window alone.
@@ -56,7 +56,7 @@ class Plan:
     run: Callable[..., None] | None = None
     parts: tuple[Argument, ...] | None = None
     cuts: Sequence[tuple[int, int]] = ()
-    devices: int = 1
+    take: Any = None
     folding: Folding | None = None
     loss_dtype: torch.dtype | None = None
     seen: recompute.Seen | None = None
@@ -64,15 +64,13 @@ class Plan:
     unfrozen: Sequence[bool] = ()
     plain: set[int] = field(default_factory=set)
 
-    def with_cuts(
-        self, arguments: Arguments, cuts: Sequence[tuple[int, int]], devices: int
-    ) -> "Plan":
+    def with_cuts(self, arguments: Arguments, cuts: Sequence[tuple[int, int]], take: Any) -> "Plan":
         """The plan that knows how arguments like these are cut; where state is threaded, each call
         is read anew.
         """
         bare = [part._replace(value=None, leaves=[]) for part in arguments.parts]
         parts = None if arguments.state else tuple(bare)
-        return replace(self, parts=parts, cuts=cuts, devices=devices)
+        return replace(self, parts=parts, cuts=cuts, take=take)
 
     def note_graph(self, nodes: int) -> None:
         """Notes a graph of so many nodes, that leads to leaves of the window alone."""
@@ -124,8 +122,8 @@ def call_key(
     *others: object,
 ) -> object:
     """The structure of a call with these arguments, and the parameters of a module, if any."""
-    own = None if params is None else (tuple(params), key_of([*params.values()], True))
-    leaves = [leaf for each, _ in flat for leaf in each]
+    params = params or {}
+    leaves = [*params.values(), *chain.from_iterable([leaves for leaves, _ in flat])]
     structures = tuple([structure for _, structure in flat])
     # What is on around the call, that changes what it computes.
     autocast: tuple[bool, ...] = ()
@@ -134,35 +132,26 @@ def call_key(
         kinds = ["cpu", *([] if accelerator is None else [accelerator.type])]
         autocast = tuple(map(torch.is_autocast_enabled, kinds))
     ambient = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast
-    return ambient, own, structures, key_of(leaves), others
+    return ambient, tuple(params), structures, key_of(leaves), others
 
 
-def key_of(leaves: Sequence[Any], are_fixed: bool = False) -> tuple[object, ...]:
-    """What leaves of one structure have in common: shapes, dtypes, and what acts on gradients.
-
-    `are_fixed`: of parameters of a module, which all require grad, and have no other shapes the
-    next time.
-    """
+def key_of(leaves: Sequence[Any]) -> tuple[object, ...]:
+    """What leaves of one structure have in common: shapes, dtypes, and what acts on gradients."""
     types, tensors = tuple(map(type, leaves)), leaves
-    placements = shapes = tuple[object, ...]()
-    is_dense = _DENSE.issuperset(types)
-    if not is_dense:
+    placements, hooked = tuple[object, ...](), tuple[bool, ...]()
+    if not _DENSE.issuperset(types):
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         placements = tuple([getattr(leaf, "placements", None) for leaf in tensors])  # of DTensors
-    records, hooks = () if are_fixed else tuple(map(_REQUIRES_GRAD, tensors)), list[object]()
-    if are_fixed or True in records:
+    kinds = [tuple(map(kind, tensors)) for kind in (_DTYPE, _IS_CPU, _LAYOUT, _REQUIRES_GRAD)]
+    if True in kinds[-1]:
         hooks = [*map(_private.has_hooks, tensors), *map(_private.has_hooks_on_grad, tensors)]
-    hooked = tuple(map(bool, hooks)) if any(hooks) else ()
-    dtypes, on_host = tuple(map(_DTYPE, tensors)), tuple(map(_IS_CPU, tensors))
-    key = types, records, hooked, dtypes, on_host
-    if are_fixed and is_dense:
-        return key
+        hooked = tuple(map(bool, hooks)) if any(hooks) else ()
     if True in map(_IS_NESTED, tensors):  # some have no shape
         shapes = tuple([None if leaf.is_nested else leaf.shape for leaf in tensors])
     else:
         shapes = tuple(map(_SHAPE, tensors))
-    layouts = tuple(map(_LAYOUT, tensors))
-    return *key, shapes, layouts, placements, True in map(torch.is_inference, tensors)
+    is_inference = True in map(torch.is_inference, tensors)
+    return types, placements, *kinds, hooked, shapes, is_inference
 
 
 # --- making one
@@ -227,19 +216,9 @@ def autocasting(devices: Collection[str]) -> tuple[str, ...]:
     return tuple(filter(torch.is_autocast_enabled, kinds))
 
 
-def outside_of_autocast(
-    devices: Sequence[str], stack: ExitStack
-) -> Callable[[], AbstractContextManager[object]]:
-    """What makes the contexts of backward passes, outside of the autocast that is on for these
-    devices; its cache is cleared, also when the stack is closed.
-    """
-    torch.clear_autocast_cache()  # parameters may have moved since
-    stack.callback(torch.clear_autocast_cache)
-    return partial(_without_autocast, devices)
-
-
 @contextmanager
-def _without_autocast(devices: Sequence[str]) -> Iterator[None]:
+def without_autocast(devices: Sequence[str]) -> Iterator[None]:
+    """A context of a backward pass, outside of the autocast that is on for these devices."""
     with ExitStack() as stack:
         for device in devices:
             stack.enter_context(torch.autocast(device, enabled=False))

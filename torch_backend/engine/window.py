@@ -35,8 +35,8 @@ from torch_backend.engine.leaves import (
     Own,
     copied_leaves,
 )
-from torch_backend.engine.plan import Plan, checked_whole, outside_of_autocast, plan_of
-from torch_backend.gradients import put_hooks, switched_off
+from torch_backend.engine.plan import Plan, checked_whole, plan_of, without_autocast
+from torch_backend.gradients import is_constant, put_hooks, switched_off
 from torch_backend.modules import PureLoss
 from torch_backend.modules.visits import Visit
 from torch_backend.sums import Sums
@@ -61,6 +61,7 @@ class Window(ExitStack):
     outside: Callable[[], AbstractContextManager[object]] = nullcontext  # of a backward pass
 
     scale: Scalar | None = None  # of the loss; set by `prepared`
+    evaluations = 0  # of gradients, until a loss has reached a leaf; set before each loss
     nodes = 0  # how many nodes the graph of the last loss has; set by `forward`
     known: Collection[int] = ()  # of graphs that need not be walked; set on entering
 
@@ -83,7 +84,7 @@ class Window(ExitStack):
     cotangent: tuple[tuple[object, ...], Any] = (), None
     writes = 0  # set after each pass: how much has been added to the `.grad`s
     begun = False  # whether each of the inputs has its sum as its `.grad`
-    unreached = False  # whether a loss reached no leaf, though it should have
+    unreached = False  # whether a loss reached no leaf, though it should have; set by passes
     watching: Any = None  # set by `folding_of`, with the first loss: what measures the gradients
 
     def __init__(
@@ -129,7 +130,9 @@ class Window(ExitStack):
             if plan.watches:
                 stack.enter_context(grads_watched(leaves.originals))
             if plan.autocast:
-                self.outside = outside_of_autocast(plan.autocast, stack)
+                torch.clear_autocast_cache()  # parameters may have moved since
+                stack.callback(torch.clear_autocast_cache)
+                self.outside = partial(without_autocast, plan.autocast)
             # A module that has its parameters in the backward pass, too, may run other layers in it
             # than in the first call, and other frozen parameters may be in these.
             keeps_parameters, seen = own is not None or self.visits is not None, plan.seen
@@ -213,7 +216,6 @@ class Window(ExitStack):
         moving: list[torch.Tensor] = []
         if self.plan.moving:
             args, moving = self._with_leaves_of(args)
-        gradients = 0 if self.gradient.reached else evaluations()
         loss, aux, objective = self.forward(args, kwargs)
         # Nothing was added since the last pass, unless loss_fn itself has called .backward().
         if ON and self._count_writes(moving) != self.writes:
@@ -225,9 +227,6 @@ class Window(ExitStack):
         share: Any = sums.share(weight) if self.share is None else self.share
         if sums.unit != unit:  # the sums may have been brought to it, which is a write, too
             self.writes = self._count_writes()
-        if not self.gradient.reached:
-            is_alone = evaluations() == gradients
-            self.unreached |= bound.is_unreached(self, objective, moving, weight, is_alone)
         seed = self._add_gradients(objective, weight, share, moving)
         if folding.loss_alone is not None and loss.dtype is self.plan.loss_dtype:
             sums.add_loss(loss, folding.loss_alone, weight, share)
@@ -273,6 +272,7 @@ class Window(ExitStack):
     ) -> tuple[torch.Tensor, Tree, torch.Tensor]:
         """(the loss as a number, its aux, the loss times its scale, with its graph)."""
         gradient = self.gradient
+        self.evaluations = 0 if gradient.reached else evaluations()
         before = _private.nodes_made()
         with self.noted():
             # A module that is visited has the first argument, its parameters.
@@ -289,6 +289,10 @@ class Window(ExitStack):
         """Adds the gradients of a loss, times the seed, to the `.grad`s of the leaves."""
         inputs = leaves = (*self.inputs, *moving)
         if not (loss.requires_grad and leaves):
+            # A constant is explained by a gradient inside of the loss, as of a linear function.
+            if leaves and seed and not self.gradient.reached:
+                is_alone = evaluations() == self.evaluations
+                self.unreached |= is_alone and is_constant(loss)
             return
         others: AbstractContextManager[None] = nullcontext()
         if self.nodes in self.known:
