@@ -21,8 +21,8 @@ from jax.export import is_symbolic_dim
 from funcga._backend import Backend
 from funcga._call import Program
 from funcga._call.arguments import Arguments
-from funcga._fold import LEAST32, MOST32, LeafFold, Tally, check_narrow
-from funcga._fold.accumulator import addends, unit_of
+from funcga._fold import LEAST32, MOST32, LeafFold, Tally, addends, check_narrow
+from funcga._fold.accumulator import unit_of
 from funcga._fold.outputs import Outputs
 from funcga._grad import GradientFunction
 from funcga._tools import load
@@ -103,8 +103,10 @@ def fold_batch(
         if narrow is not None and not sharding.may_reorder_rows(outputs, size):
             narrow, spread = None, replace(spread, blocks=1)
             traced = trace(size, state)
-        total, unit = tally_of(0, steps=0), None
-        if program.weight is None and program.skip is None:  # so not counted in the loop
+        unit = None
+        if program.weight is not None or program.skip is not None:  # so counted in the loop
+            total = tally_of(0, steps=0)
+        else:
             total = tally_of(rows, sum(count for count, _ in sizes))
             # With equal rows as the unit each micro-batch weighs 1, so that XLA adds every gradient
             # in place. Else a power of 2, by which division is exact.

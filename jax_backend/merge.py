@@ -16,8 +16,7 @@ import numpy as np
 from jax import lax
 
 from funcga._backend.prefixes import broadcast
-from funcga._fold import LeafFold, Tally
-from funcga._fold.accumulator import addends
+from funcga._fold import LeafFold, Tally, addends
 from funcga._fold.outputs import Outputs
 from funcga._types import Dtype, Scalar, Tree
 from funcga.errors import FuncgaError

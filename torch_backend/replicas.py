@@ -88,9 +88,9 @@ class InTurn(list[Replicas]):
     """What a wrapper of a module merges over: its groups, one after the other."""
 
 
-def replicas_of(across: Any) -> Any:
-    """The replicas that `across=` names, None without it; FuncgaError if it names none."""
-    return across if across is None or isinstance(across, Replicas) else Replicas(across)
+def replicas_of(across: Any) -> Replicas:
+    """The replicas that `across=` names; FuncgaError if it names none."""
+    return across if isinstance(across, Replicas) else Replicas(across)
 
 
 def are_processes(across: Any) -> bool:

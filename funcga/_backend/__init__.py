@@ -127,7 +127,7 @@ class Replicas(Protocol):
     """A framework's replicas: what `across=` names."""
 
     def replicas_of(self, across: Any) -> Any:
-        """The replicas that `across=` names, None without it; FuncgaError if it names none."""
+        """The replicas that `across=` names; FuncgaError if it names none."""
         ...
 
     def summed(self, number: Scalar, replicas: Any) -> Scalar:

@@ -3,8 +3,6 @@
 import importlib
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
-from itertools import product
 
 from funcga._backend import Backend
 from funcga._backend.prefixes import leaf_paths
@@ -76,13 +74,11 @@ def backend_of(trees: Sequence[Tree], names: Callable[[], Sequence[str]]) -> Bac
     # With one framework nothing can be mixed.
     if len(loaded) == 1 and any(map(loaded[0].arrays.is_array, trees)):
         return loaded[0]
-    # First arrays of one framework alone; then NumPy's, where it takes them, as JAX does.
-    for takes_numpy, backend in product((False, True), loaded):
+    for backend in loaded:  # JAX last, as it takes NumPy's arrays, where they join no others
         leaves = [leaf for tree in trees for leaf in backend.trees.flatten(tree)[0]]
         # One leaf of each type is enough.
         of_each_type = dict(zip(map(type, leaves), leaves, strict=True)).values()
-        is_own = backend.arrays.is_array if takes_numpy else partial(owns, backend)
-        others = [leaf for leaf in of_each_type if not is_own(leaf)]
+        others = [leaf for leaf in of_each_type if not backend.arrays.is_array(leaf)]
         if len(others) < len(of_each_type):
             # By the name of the type, as torch.compile cannot trace another framework.
             if {*map(_framework, others)} - {None, backend.name}:
@@ -106,8 +102,7 @@ def owns(backend: Backend, leaf: object) -> bool:
 def is_numpy(leaf: object) -> bool:
     """Whether the leaf is an array or a scalar of NumPy, which need not be imported."""
     numpy = sys.modules.get("numpy")
-    # torch.compile knows no unions of NumPy's types.
-    return numpy is not None and isinstance(leaf, (numpy.ndarray, numpy.generic))
+    return numpy is not None and isinstance(leaf, numpy.ndarray | numpy.generic)
 
 
 def _framework(leaf: object) -> str | None:

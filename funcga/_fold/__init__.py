@@ -94,6 +94,27 @@ def two_sum(a: Array, b: Array) -> tuple[Array, Array]:
     return high, (a - (high - part)) + (b - part)
 
 
+def addends(weight: Scalar, is_wide: bool, arrays: Arrays) -> tuple[Array, ...]:
+    """A weight as arrays that it is the sum of: one float64 if wide, else two of float32."""
+    xp, array = arrays.xp, arrays.as_array
+    if is_wide:
+        return (array(weight, xp.float64),)
+    if isinstance(weight, int | float):
+        # The first 24 bits, which are those of a float32, and the rest (Dekker, 1971).
+        shifted = weight * (2.0**29 + 1)
+        high = shifted - (shifted - weight)
+        return array(high, xp.float32), array(weight - high, xp.float32)
+    weight, whole = array(weight), array(0).dtype
+    if kind(weight.dtype) == "float":
+        high = array(weight, xp.float32)
+        return high, array(weight - array(high, weight.dtype), xp.float32)
+    if weight.dtype.itemsize < whole.itemsize:
+        weight = array(weight, whole)
+    # The lower 16 bits of an integer and the rest, each exact in float32.
+    low = weight & 0xFFFF
+    return two_sum(array(weight - low, xp.float32), array(low, xp.float32))
+
+
 def check_weight(weight: object, arrays: Arrays) -> Scalar:
     """The weight as a Python number where the host can see it, else as the 0-d array that it is.
 

@@ -14,13 +14,13 @@ from funcga._backend.dispatch import backend_of
 from funcga._backend.prefixes import PathError, leaf_paths, leaves_in_order
 from funcga._fold import (
     Tally,
+    addends,
     check_narrow,
     check_weight,
     describe,
     kind,
     largest,
     parts_of,
-    two_sum,
 )
 from funcga._fold.outputs import Outputs, bind_outputs
 from funcga._types import Array, Reduced, Scalar, Tree
@@ -88,27 +88,6 @@ def unit_of(total: Scalar, arrays: Arrays) -> Scalar:
     bits = ((total.view(integers) + one) & (-4 * one)) - one
     unit: Scalar = xp.clip(bits.view(total.dtype), LEAST_UNIT)
     return unit
-
-
-def addends(weight: Scalar, is_wide: bool, arrays: Arrays) -> tuple[Array, ...]:
-    """A weight as arrays that it is the sum of: one float64 if wide, else two of float32."""
-    xp, array = arrays.xp, arrays.as_array
-    if is_wide:
-        return (array(weight, xp.float64),)
-    if isinstance(weight, int | float):
-        # The first 24 bits, which are those of a float32, and the rest (Dekker, 1971).
-        shifted = weight * (2.0**29 + 1)
-        high = shifted - (shifted - weight)
-        return array(high, xp.float32), array(weight - high, xp.float32)
-    weight, whole = array(weight), array(0).dtype
-    if kind(weight.dtype) == "float":
-        high = array(weight, xp.float32)
-        return high, array(weight - array(high, weight.dtype), xp.float32)
-    if weight.dtype.itemsize < whole.itemsize:
-        weight = array(weight, whole)
-    # The lower 16 bits of an integer and the rest, each exact in float32.
-    low = weight & 0xFFFF
-    return two_sum(array(weight - low, xp.float32), array(low, xp.float32))
 
 
 # For smaller weights: a normal float32 whose reciprocal is normal, too.

@@ -81,7 +81,8 @@ class Outputs:
         """The result, in the structure of grad_fn's output."""
         indices = [*self.reduced, *self.collected, *self.threads]
         leaves = dict(zip(indices, [*reduced, *collected, *threaded], strict=True))
-        return self.structure_of(map(leaves.get, range(len(self.folds))))  # others are None
+        all_leaves = [*map(leaves.get, range(len(self.folds)))]  # others are None
+        return self.backend.trees.unflatten(self.structure, all_leaves)
 
     def part(self, leaf_indices: Sequence[int], structure: Structure) -> "Outputs":
         """The Outputs of some leaves, in a structure of their own, to check partial values by."""

@@ -514,7 +514,8 @@ class MultiStepsUpdate(UpdateFunction):
     def opened(self, state: MultiStepsState, backend: Backend) -> Accumulation:
         """The window of a state, of this replica."""
         window = state.window
-        replicas = backend.replicas.replicas_of(self.program.across)
+        across = self.program.across
+        replicas = None if across is None else backend.replicas.replicas_of(across)
         # Without replicas the window is whole.
         if replicas is None and isinstance(window.part, tuple):
             return self.folding.opened(window, backend)

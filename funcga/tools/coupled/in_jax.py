@@ -111,7 +111,8 @@ def _rows(
     """f(index, leaf_index, part, axis): the rows of a micro-batch, with these indices, in the
     cotangent of a collected leaf.
     """
-    replicas = backend.replicas.replicas_of(job.program.across)
+    across = job.program.across
+    replicas = None if across is None else backend.replicas.replicas_of(across)
     (_, size), *smaller = job.program.split.groups(rows)
 
     def rows_of(index: jax.Array, leaf_index: int, part: jax.Array, axis: int) -> jax.Array:
