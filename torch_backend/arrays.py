@@ -41,14 +41,14 @@ def as_array(
         if beside is None or _is_number_of_host(leaf) or _is_number_of_host(beside):
             return leaf.to(dtype)
         return leaf.to(beside.device, dtype)
-    if not isinstance(leaf, int | float | complex):
-        raise TypeError(
-            f"{type(leaf).__name__} is no tensor; of a module take torch_backend.trainable(module)"
-        )
-    if dtype is None:
+    if dtype is not None:
+        # `full` takes half the time of `tensor`, which can read any sequence.
+        return torch.full((), leaf, dtype=dtype, device="cpu")
+    if isinstance(leaf, int | float | complex):
         return torch.as_tensor(leaf, device="cpu")
-    # `full` takes half the time of `tensor`, which can read any sequence.
-    return torch.full((), leaf, dtype=dtype, device="cpu")
+    raise TypeError(
+        f"{type(leaf).__name__} is no tensor; of a module take torch_backend.trainable(module)"
+    )
 
 
 def as_dtype(dtype: Dtype) -> torch.dtype:

@@ -19,14 +19,14 @@ from funcga.folds import Fold
 
 def describe(leaf: Any) -> str:
     """`float32[8, 3]`, or the type of anything that is not an array."""
-    if leaf is None or not hasattr(leaf, "dtype"):
-        return "None" if leaf is None else f"of type {type(leaf).__name__}"
     try:
-        shape = ", ".join(map(str, leaf.shape))
+        dtype, shape = leaf.dtype, leaf.shape
+    except AttributeError:
+        return "None" if leaf is None else f"of type {type(leaf).__name__}"
     except RuntimeError:  # a lazy parameter, or a nested tensor of the old kind
-        shape = "?"
+        dtype, shape = leaf.dtype, "?"
     kind_of = "a NumPy array " if is_numpy(leaf) else ""
-    return f"{kind_of}{str(leaf.dtype).removeprefix('torch.')}[{shape}]"
+    return f"{kind_of}{dtype}[{', '.join(map(str, shape))}]".replace("torch.", "")
 
 
 def kind(dtype: Dtype) -> str:

@@ -73,6 +73,8 @@ class Outputs:
     @cached_property
     def structure_of_value(self) -> Structure:
         """The structure without the leaves that come before."""
+        if not self.before:
+            return self.structure
         return self.backend.trees.flatten(self.value_of(range(len(self.folds))))[1]
 
     def join(

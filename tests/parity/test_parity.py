@@ -300,8 +300,8 @@ def test_a_fold_in_less_precision_is_no_rounding(tmp_path, monkeypatch):
     """What float64 does right excuses nothing in float32."""
     import torch
 
-    narrow = lambda dtype: torch.bfloat16 if dtype == torch.float32 else dtype
-    monkeypatch.setattr("torch_backend.arrays.accumulator_dtype", narrow)
+    narrow = lambda dtype, arrays: torch.bfloat16 if dtype == torch.float32 else dtype
+    monkeypatch.setattr("funcga._fold.accumulator_dtype", narrow)
     code, _, verdict = mine(tmp_path, "problem = funcga.checks.Problem(params, (x, y), torch_loss)")
     assert code == 1
     assert verdict.startswith("The fold itself is wrong: torch vs NumPy (float32) differs by ")
