@@ -94,11 +94,6 @@ def backend_of(trees: Sequence[Tree], names: Callable[[], Sequence[str]]) -> Bac
 _CONVERT = "Convert first: `funcga.to_torch(batch)` or `funcga.to_jax(batch)`."
 
 
-def owns(backend: Backend, leaf: object) -> bool:
-    """Whether only this framework can have made the leaf."""
-    return backend.arrays.is_array(leaf) and not is_numpy(leaf)
-
-
 def is_numpy(leaf: object) -> bool:
     """Whether the leaf is an array or a scalar of NumPy, which need not be imported."""
     numpy = sys.modules.get("numpy")
@@ -120,7 +115,7 @@ def _mixed(trees: Sequence[Tree], names: Sequence[str], loaded: list[Backend]) -
         for backend in loaded:
             leaves = backend.trees.flatten(tree)[0]
             for path, leaf in zip(leaf_paths(tree, backend.trees, name), leaves, strict=True):
-                if owns(backend, leaf):
+                if backend.arrays.is_array(leaf) and not is_numpy(leaf):
                     first.setdefault(backend.name, path)
     return FuncgaError(
         f"the arguments mix frameworks: `{first['torch']}` is a torch tensor and `{first['jax']}` "

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from funcga._backend import Trees
-from funcga._backend.dispatch import is_numpy, load, load_imported, owns
+from funcga._backend.dispatch import is_numpy, load, load_imported
 from funcga._backend.prefixes import leaf_paths, paths_apart
 from funcga._types import Array, Structure, Tree
 from funcga.errors import FuncgaError, listed
@@ -136,10 +136,10 @@ def side(framework: str) -> Any:
 
 def framework_of(leaf: object) -> str | None:
     """The imported framework that an array belongs to, or "numpy"; None for anything else."""
-    for backend in load_imported():
-        if owns(backend, leaf):
-            return backend.name
-    return "numpy" if is_numpy(leaf) else None
+    if is_numpy(leaf):
+        return "numpy"
+    own = [backend.name for backend in load_imported() if backend.arrays.is_array(leaf)]
+    return own[0] if own else None
 
 
 def described(array: Array) -> str:
