@@ -26,8 +26,8 @@ class Report:
     Attributes:
         rows: A Row for each leaf.
         names: The names of the two trees.
-        reduction: The number of terms in a sum that limits are made for; None if `rtol` was given.
-        rtol: The limit that takes their place, as it was given.
+        reduction: The number of terms in a sum that limits are made for.
+        rtol: The limit that takes their place, if it was given.
         atol: What the absolute difference may be besides.
 
     Example:
@@ -39,7 +39,7 @@ class Report:
 
     rows: tuple[Row, ...]
     names: tuple[str, str] = ("left", "right")
-    reduction: int | None = tolerances.TERMS
+    reduction: int = tolerances.TERMS
     rtol: float | None = None
     atol: float = 0.0
 
@@ -90,9 +90,7 @@ class Report:
             return f"rel may be {self.rtol:g}, as rtol= says{absolute}."
         # A dict is a set that keeps the order of the leaves.
         dtypes = dict.fromkeys(row.dtype for row in self.rows if row.dtype)
-        reasons = "; ".join(
-            tolerances.reason(dtype, self.reduction or tolerances.TERMS) for dtype in dtypes
-        )
+        reasons = "; ".join(tolerances.reason(dtype, self.reduction) for dtype in dtypes)
         return f"rel may be, by dtype: {reasons}{absolute}." if reasons else "No leaf is in both."
 
     def assert_close(self) -> None:
@@ -131,7 +129,7 @@ class Report:
 
     def as_dict(self) -> dict[str, object]:
         """The report for JSON: numbers that are not finite are None, complex ones are pairs."""
-        rows = [vars(row) | {"ok": row.ok} for row in self.rows]
+        rows = [vars(row) | {"status": row.status, "ok": row.ok} for row in self.rows]
         verdict = {"ok": self.ok, "verdict": self.verdict, "tolerance": self.tolerance}
         read: dict[str, object] = json.loads(json_text(verdict | vars(self) | {"rows": rows}))
         return read
@@ -190,7 +188,7 @@ def _cells(row: Row) -> list[str]:
         "" if row.ulps is None else f"{row.ulps:.3g}",
         "" if row.cosine is None else f"{row.cosine:.6g}",
         where,
-        row.status if row.ok else f"! {row.status}{_counts(row)}",
+        row.status if row.ok else f"! {row.status}",
     ]
 
 
@@ -198,11 +196,6 @@ def _pair(pair: Sequence[object]) -> str:
     """One word for both where they are the same, and for the one that there is."""
     words = [[*part] if isinstance(part, tuple) else part for part in pair if part is not None]
     return " vs ".join(dict.fromkeys(map(str, words)))
-
-
-def _counts(row: Row) -> str:
-    counts = {"nan": row.nans, "inf": row.infs}.get(row.status)
-    return f" ({counts[0]} and {counts[1]})" if counts else ""
 
 
 def figure(value: float, digits: int = 1) -> str:
@@ -217,10 +210,9 @@ def _summary(row: Row, names: tuple[str, str]) -> str:
         if math.isinf(row.allowed):
             return f"has abs {figure(row.absolute)}, where {figure(row.atol)} is the limit"
         return f"has rel {figure(row.relative)}, where {figure(row.allowed)} is the limit"
-    counts = _counts(row).strip(" ()")
     return {
-        "nan": f"has NaN: {counts}",
-        "inf": f"has infinities that do not match: {counts}",
+        "nan": f"has NaN: {row.nans[0]} and {row.nans[1]}",
+        "inf": f"has infinities that do not match: {row.infs[0]} and {row.infs[1]}",
         "shape": f"has two shapes: {_pair(row.shapes)}",
         "dtype": f"has two dtypes: {_pair(row.dtypes)}",
         "missing": f"is missing in {names[0]}",
