@@ -11,7 +11,7 @@ import numpy as np
 
 from funcga.tools.compare import tolerances
 from funcga.tools.compare.row import Row
-from funcga.tools.reports.tables import json_text, new_figure, save, text_table
+from funcga.tools.reports.tables import json_text, new_figure, text_table
 
 _SHOWN = 8
 
@@ -137,11 +137,10 @@ class Report:
     def plot(self, file: str | PathLike[str]) -> None:
         """Writes a plot of the relative differences and their limits to a .png, .svg or .pdf file.
 
-        Raises:
-            FuncgaError: If matplotlib is not installed, or cannot write the file.
+        It needs matplotlib.
         """
         left, right = self.names
-        figure = new_figure("report.plot", (9, 1.8 + 0.24 * len(self.rows)))
+        figure = new_figure(9, 1.8 + 0.24 * len(self.rows))
         axes = figure.add_subplot(
             xlabel=f"largest |{left} - {right}| / largest |{right}| of the leaf", ylabel="leaf"
         )
@@ -162,7 +161,7 @@ class Report:
             if 0 < row.allowed < math.inf:
                 axes.plot(row.allowed, line, marker=4, markersize=9, color="k")
         axes.set_title(f"{self.verdict}\n{self.tolerance}", fontsize="small", loc="left", wrap=True)
-        save(figure, "report.plot", file)
+        figure.savefig(file, dpi=120)
 
 
 def _text(rows: Sequence[Row], names: tuple[str, str]) -> str:

@@ -294,12 +294,12 @@ def walked(tree: Tree) -> Walk:
         }
         walk = Walk(tree, backend.trees, leaves, structure, arrays)
         # A leaf that is no plain value may be a container that only another framework knows.
-        others = [leaf for index, leaf in enumerate(leaves) if index not in arrays]
+        are_plain = all(
+            index in arrays or leaf is None or isinstance(leaf, int | float | complex | str)
+            for index, leaf in enumerate(leaves)
+        )
         owners = {framework for _, framework in arrays.values()} - {"numpy"}
         is_own = backend.name in owners
-        are_plain = all(
-            leaf is None or isinstance(leaf, int | float | complex | str) for leaf in others
-        )
         if are_plain and (is_own or not owners):
             return walk
         walks.setdefault((len(arrays), is_own), walk)
