@@ -138,7 +138,14 @@ def by_path(tree: Tree, name: str) -> dict[str, Array]:
                 f"two leaves of {name} have the path `{path}`, as a key with a dot in it and as "
                 "nested keys, so that it does not say which is meant. Rename one of the two."
             )
-        _check_leaf(leaf, f"`{path}` of {name}" if path else name)
+        # What only looks like a tree of arrays.
+        if hasattr(leaf, "named_parameters") or is_pathless(leaf):
+            raise FuncgaError(
+                f"{f'`{path}` of {name}' if path else name} is a {type(leaf).__name__}, whose "
+                "arrays have no paths. Pass a dict: dict(module.named_parameters()) or "
+                "module.state_dict() of a module, tree instead of tree.values(); or a list of the "
+                "items."
+            )
         if leaf is not None and not callable(leaf):
             leaves[path] = leaf
     return leaves
@@ -159,16 +166,6 @@ def _children_in(tree: Tree) -> Children:
         return None if is_pathless(node) else framework(node)
 
     return children
-
-
-def _check_leaf(leaf: object, where: str) -> None:
-    """Raises FuncgaError for leaves that only look like trees of arrays."""
-    if hasattr(leaf, "named_parameters") or is_pathless(leaf):
-        raise FuncgaError(
-            f"{where} is a {type(leaf).__name__}, whose arrays have no paths. Pass a dict: "
-            "dict(module.named_parameters()) or module.state_dict() of a module, tree instead of "
-            "tree.values(); or a list of the items."
-        )
 
 
 def as_numpy(leaf: Array, path: str) -> Array:

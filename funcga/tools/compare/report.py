@@ -142,25 +142,18 @@ class Report:
         left, right = self.names
         figure = new_figure(9, 1.8 + 0.24 * len(self.rows))
         axes = figure.add_subplot(
-            xlabel=f"largest |{left} - {right}| / largest |{right}| of the leaf", ylabel="leaf"
+            xlabel=f"largest |{left} - {right}| / largest |{right}| of the leaf, and its limit",
+            xscale="log",
         )
-        # The leaves from top to bottom, those that are not close in red. A logarithmic axis has no
-        # 0 and no infinity: zeros are at its left end, what is not finite at the right one.
-        sizes = [size for row in self.rows for size in (row.relative, row.allowed)]
-        shown = [size for size in sizes if 0 < size < math.inf]
-        low, high = min(shown, default=1e-8) / 10, max(shown, default=0.1) * 10
-        bottom = max(len(self.rows), 1) - 0.5
-        axes.set(xscale="log", xlim=(low / 3, high * 3), ylim=(bottom, -0.5))
-        paths = [row.path or "(the array)" for row in self.rows]
-        axes.set_yticks(range(len(paths)), paths, fontsize="small")
-        axes.grid(alpha=0.3)
-        for line, row in enumerate(self.rows):
-            place = max(row.relative, low) if math.isfinite(row.relative) else high
-            color = "tab:blue" if row.ok else "tab:red"
-            axes.plot(place, line, "o" if row.ok else "X", color=color)
-            if 0 < row.allowed < math.inf:
-                axes.plot(row.allowed, line, marker=4, markersize=9, color="k")
         axes.set_title(f"{self.verdict}\n{self.tolerance}", fontsize="small", loc="left", wrap=True)
+        # The leaves from top to bottom, those that are not close with a mark. A logarithmic axis
+        # has no 0, no infinity and no NaN: 0 is at its left end, what is not finite at the right.
+        leaves = [f"{'' if row.ok else '! '}{row.path or '(the array)'}" for row in self.rows]
+        for marker, measure in (("o", "relative"), ("k|", "allowed")):
+            sizes = np.nan_to_num([getattr(row, measure) for row in self.rows], nan=10)
+            axes.plot(sizes.clip(1e-18, 10), leaves, marker)
+        axes.invert_yaxis()
+        axes.grid(alpha=0.3)
         figure.savefig(file, dpi=120)
 
 

@@ -236,15 +236,6 @@ Extent = tuple[int, int]
 """The addresses of the first byte of a piece of memory, and of the one after its last."""
 
 
-def extent(start: int, shape: Sequence[int], strides: Sequence[int], itemsize: int) -> Extent:
-    """The Extent of a strided array with its first element at `start`; strides are in bytes."""
-    # Along each axis the last element lies this far from the first; with a negative stride, before
-    # it.
-    spans = [(size - 1) * stride for size, stride in zip(shape, strides, strict=True)]
-    first = start + sum(min(span, 0) for span in spans)
-    return first, start + sum(max(span, 0) for span in spans) + itemsize
-
-
 def _extents(tree: Tree) -> dict[str, list[Extent]]:
     walk = walked(tree)
     return {

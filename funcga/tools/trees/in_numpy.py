@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from funcga._backend.dispatch import is_of_numpy
 from funcga._types import Array
-from funcga.tools.trees import Extent, extent
+from funcga.tools.trees import Extent
 
 
 def platforms() -> set[str]:
@@ -45,8 +45,9 @@ def extents(leaf: Array) -> list[Extent]:
     """
     if not leaf.size or is_of_numpy(leaf, "generic"):
         return []
-    start = leaf.__array_interface__["data"][0]
-    return [extent(start, leaf.shape, leaf.strides, leaf.itemsize)]
+    from numpy.lib.array_utils import byte_bounds
+
+    return [byte_bounds(leaf)]
 
 
 def moved_like(array: Array, like: Array) -> Array:

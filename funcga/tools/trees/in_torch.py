@@ -9,7 +9,7 @@ from torch.utils import dlpack
 
 from funcga._backend.dispatch import is_numpy
 from funcga._types import Array
-from funcga.tools.trees import Extent, extent
+from funcga.tools.trees import Extent
 from torch_backend import arrays
 from torch_backend.dtensor import is_dtensor, local
 
@@ -102,8 +102,9 @@ def extents(leaf: torch.Tensor) -> list[Extent]:
         return []
     # Not tensor.data_ptr(), which fake and functional tensors refuse.
     start = storage.data_ptr() + int(tensor.storage_offset()) * tensor.itemsize
-    strides = [int(stride) * tensor.itemsize for stride in tensor.stride()]
-    return [extent(start, tensor.shape, strides, tensor.itemsize)]
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in pairs)
+    return [(start, start + int(last + 1) * tensor.itemsize)]
 
 
 def stored(array: torch.Tensor) -> torch.Tensor:
