@@ -22,7 +22,7 @@ from funcga.tools.reports.tables import bars, json_text, new_figure, text_table
 from funcga.tools.verify import cause_lines, wrapped
 from funcga.tools.verify.causes import Cause, cause, note
 
-ROWS, BARS = 8, 16  # rows of a table, and micro-batches of a row
+ROWS = 8  # of a table
 
 
 class watch:  # noqa: N801 - as torch.no_grad, it stands behind `with`
@@ -171,8 +171,8 @@ def _row(window: Window) -> list[str]:
         str(window.number),
         window.optimizer,
         str(len(window.parts)),
-        bars(window.of_targets, BARS),
-        bars(window.shares, BARS),
+        bars(window.of_targets),
+        bars(window.shares),
         f"{window.factor:.4g}",
         verdict,
     ]

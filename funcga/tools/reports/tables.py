@@ -15,13 +15,11 @@ def text_table(lines: Sequence[Sequence[str]], right: bool = False) -> str:
     return "\n".join("  ".join(map(justify, line, widths)).rstrip() for line in lines)
 
 
-def bars(shares: Sequence[float], most: int) -> str:
-    """A bar for each of the first shares, the largest as high as a letter."""
+def bars(shares: Sequence[float]) -> str:
+    """A bar for each of the first 16 shares, the largest as high as a letter."""
     largest = max(shares, default=0.0)
     heights = "▁▂▃▄▅▆▇█"
-    return "".join(
-        heights[round(7 * each / largest)] if each > 0 else "_" for each in shares[:most]
-    )
+    return "".join(heights[round(7 * each / largest)] if each > 0 else "_" for each in shares[:16])
 
 
 def json_text(value: object) -> str:
