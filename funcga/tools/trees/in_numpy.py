@@ -45,9 +45,12 @@ def extents(leaf: Array) -> list[Extent]:
     """
     if not leaf.size or is_of_numpy(leaf, "generic"):
         return []
-    from numpy.lib.array_utils import byte_bounds
-
-    return [byte_bounds(leaf)]
+    first = last = leaf.__array_interface__["data"][0]
+    for size, stride in zip(leaf.shape, leaf.strides, strict=True):
+        # With a negative stride the last element of an axis lies before the first.
+        span = (size - 1) * stride
+        first, last = first + min(span, 0), last + max(span, 0)
+    return [(first, last + leaf.itemsize)]
 
 
 def moved_like(array: Array, like: Array) -> Array:
