@@ -149,9 +149,9 @@ class Report:
         # The leaves from top to bottom, those that are not close with a mark. A logarithmic axis
         # has no 0, no infinity and no NaN: 0 is at its left end, what is not finite at the right.
         leaves = [f"{'' if row.ok else '! '}{row.path or '(the array)'}" for row in self.rows]
-        for marker, measure in (("o", "relative"), ("k|", "allowed")):
-            sizes = np.nan_to_num([getattr(row, measure) for row in self.rows], nan=10)
-            axes.plot(sizes.clip(1e-18, 10), leaves, marker)
+        found, limits = [row.relative for row in self.rows], [row.allowed for row in self.rows]
+        for marker, sizes in (("o", found), ("k|", limits)):
+            axes.plot(np.nan_to_num(sizes, nan=10).clip(1e-18, 10), leaves, marker)
         axes.invert_yaxis()
         axes.grid(alpha=0.3)
         figure.savefig(file, dpi=120)
