@@ -100,29 +100,24 @@ def merging_over(across: Across | None) -> Iterator[Replicas | None]:
     if across is None and REPLICATED.get() is None:
         yield None
         return
-    replicas = replicas_of(across, may_be_merged=False)
+    replicas = replicas_of(across)
     with requiring_across(()):
         yield replicas
 
 
-def replicas_of(across: Across | None, may_be_merged: bool = True) -> Replicas | None:
-    """The replicas that `across=` names, None without it; FuncgaError if it names none.
-
-    Inside of `replicated` it may be None only for what `may_be_merged` by an earlier fold.
-    """
+def replicas_of(across: Across | None) -> Replicas | None:
+    """The replicas that `across=` names; FuncgaError if it names none."""
     step = REPLICATED.get()
-    if across is None and step is not None and not (may_be_merged and step.merges):
+    if across is None and step is not None:
         raise FuncgaError(
             f"the step runs on every device along {listed(step.names)}, in jax_backend.replicated, "
             "and has no across=: each device would have the fold of its own rows. Write "
             f"across={spelled(step.names)}; or across=() if the step merges in another way."
         )
-    if across is None:
-        return None
     # An empty tuple asks for no merge, which counts as an across=.
     if step is not None:
         step.merges = True
-    if across == ():
+    if across is None or across == ():
         return None
     replicas = read_across(across)
     for name in replicas.names:
@@ -150,6 +145,13 @@ def read_across(across: Across) -> Replicas:
 def summed(number: Scalar, replicas: Replicas) -> Scalar:
     """The sum of a scalar over the replicas."""
     return lax.psum(arrays.as_varying(jnp.asarray(number), replicas.names), replicas.names)
+
+
+def check_step_merges() -> None:
+    """Raises FuncgaError inside of `replicated` if no fold had an across=."""
+    step = REPLICATED.get()
+    if step is not None and not step.merges:
+        replicas_of(None)
 
 
 def spelled(names: tuple[str, ...]) -> str:

@@ -17,7 +17,7 @@ from funcga._types import Array, Reduced, Scalar, Tree
 from funcga.errors import FuncgaError
 from jax_backend import merge as merging
 from jax_backend.arrays import as_varying, typed_axes, varying_axes
-from jax_backend.replicas import Replicas, listed, read_across, replicas_of, spelled
+from jax_backend.replicas import Replicas, check_step_merges, listed, read_across, spelled
 
 # -- sums
 
@@ -31,7 +31,7 @@ def add(
     if window.replicas is not None:
         _check_not_merged(leaves, window)
     elif isinstance(window.like, tuple) and not window.like:  # of multi_steps
-        replicas_of(None)  # refuses what no fold has merged
+        check_step_merges()
     triples = zip(window.outputs.folds, leaves, weights, strict=True)
     return [
         None if fold is None else window.combined(leaf_index, fold.lift(leaf, weight))

@@ -25,8 +25,9 @@ def describe(leaf: Any) -> str:
         return "None" if leaf is None else f"of type {type(leaf).__name__}"
     except RuntimeError:  # a lazy parameter, or a nested tensor of the old kind
         dtype, shape = leaf.dtype, "?"
+    names = getattr(dtype, "names", None) or [dtype]  # JAX's float0 is a struct of NumPy's
     kind_of = "a NumPy array " if is_numpy(leaf) else ""
-    return f"{kind_of}{dtype}[{', '.join(map(str, shape))}]".replace("torch.", "")
+    return f"{kind_of}{names[0]}[{', '.join(map(str, shape))}]".replace("torch.", "")
 
 
 def kind(dtype: Dtype) -> str:

@@ -39,7 +39,7 @@ def is_shape(leaf: Any) -> bool:
 
 
 def rows(program: Program, args: tuple[Tree, ...], backend: Backend, on_each: None) -> int:
-    """The number of rows of the arguments of a call."""
+    """The number of rows of the arguments of a call; of a device, if it runs `on_each`."""
     return program.read(args, backend).rows()
 
 
