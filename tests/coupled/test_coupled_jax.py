@@ -68,7 +68,8 @@ def test_layers_that_are_scanned_are_folded_in_place():
         return jax.nn.logsumexp(s @ s.T * params["scale"], 1).mean()
 
     step = funcga.coupled(summary_fn, loss_fn, 3)
-    assert folded_in_place(step, params, x) == ["output[0]['layers']"]
+    (path,) = folded_in_place(step, params, x)
+    assert path.endswith("['layers']")
     whole = lambda params: loss_fn(params, summary_fn(params, x))
     assert difference(JAX, step(params, x), losses.differentiated(JAX, whole, params)) < LIMIT
 

@@ -115,7 +115,7 @@ def _in_one_pass(summary: _Summary, arguments: Arguments, kwargs: Kwargs) -> Tre
     job = summary.job
 
     def loss(*called: Tree, **named: Tree) -> Tree:
-        first = Called(job.first, summary.function, arguments)
+        first = Called(job.program, summary.function, arguments)
         first.fold(called, named, arguments.rows())
         summaries = first.result()
         if not any_requires_grad(trees.flatten(summaries)[0]):
@@ -183,7 +183,7 @@ class _FirstPass(Called):
     """
 
     def __init__(self, summary: _Summary, arguments: Arguments, call: Tree):
-        own, wrapper, program = summary.own, summary.wrapper, summary.job.first
+        own, wrapper, program = summary.own, summary.wrapper, summary.job.program
         tensors = trees.flatten(call)[0]
         if own is not None:
             program = replace(program, grad_fn=partial(own.loss_fn, own.module))
