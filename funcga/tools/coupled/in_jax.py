@@ -113,7 +113,7 @@ def _rows(
     cotangent of a collected leaf.
     """
     replicas = job.program.replicas(backend)
-    (_, size), *smaller = groups(rows, job.program.n, job.program.microbatch_size)
+    (_, size), *_ = groups(rows, job.program.n, job.program.microbatch_size)
 
     def rows_of(index: jax.Array, leaf_index: int, part: jax.Array, axis: int) -> jax.Array:
         cotangent, of_part = cotangents[leaf_index], part.shape[axis]
@@ -124,8 +124,8 @@ def _rows(
         # Then collected leaves have one row for each row of a micro-batch.
         if spread.blocks > 1:
             return jnp.take(cotangent, offset + index, axis=axis)
-        start = index[0] // size * of_part
-        if smaller and len(index) == smaller[0][1]:  # at the end of the batch
+        start = index[0] // len(index) * of_part
+        if len(index) < size:  # at the end of the batch
             start = total - (rows - index[0]) // len(index) * of_part
         return lax.dynamic_slice_in_dim(cotangent, offset + start, of_part, axis)
 

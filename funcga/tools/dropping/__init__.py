@@ -16,10 +16,6 @@ from funcga.errors import FuncgaError
 from funcga.tools.finite import finite
 
 
-def _whole(output: Tree) -> Tree:
-    return output
-
-
 @dataclass(frozen=True)
 class Dropping:
     """What is dropped, a "microbatch", a whole "window" or None, and by which test; by default
@@ -170,4 +166,4 @@ def dropping(
     # Replicas compare the options.
     memory.options["drop="] = repr(drop)
     memory.options["drop_if="] = "None" if drop_if is None else "given"
-    return Dropping(drop, drop_if, getattr(function, "without_aux", _whole))
+    return Dropping(drop, drop_if, getattr(function, "without_aux", lambda output: output))

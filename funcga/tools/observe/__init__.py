@@ -228,17 +228,12 @@ class Readings:
 
 
 def _groups(observer: Observer, paths: Sequence[str]) -> dict[str, list[int]]:
-    """The places of the leaves of each group. Raises FuncgaError if no leaf has one."""
+    """The places of the leaves of each group."""
     groups: dict[str, list[int]] = {}
     for place, path in enumerate(paths):
         name = "" if observer.groups is None else observer.groups(path)
         if name is not None:
             groups.setdefault(name, []).append(place)
-    if not groups:
-        raise FuncgaError(
-            f"there is no leaf to observe: the gradient has the leaves {listed(paths)}, and groups "
-            "returned None for all of them. Return the name of a group for some."
-        )
     # Sorted, as a dict of gradients may come in another order.
     return dict(sorted(groups.items()))
 
@@ -314,12 +309,11 @@ class ObservedFolding(Folding):
         self, value: Tree, backend: Backend, shaped: bool = True
     ) -> tuple[Outputs, list[Array]]:
         """The Outputs for values like this one, and its leaves, with zeros for the measures."""
-        grads, is_array = value[1], backend.arrays.is_array
+        _, grads = value
         readings = Readings(self.observers, self.of_gradients, grads, lambda value: value, backend)
         self.readings, self.fold = readings, (readings.folds, self.of_gradients)
-        leaves = filter(is_array, backend.trees.flatten(grads)[0])
-        measures = readings.placeholders(next(leaves, backend.arrays.as_array(0.0)))
-        return super().bind((measures, grads), backend, shaped)
+        first, *_ = filter(backend.arrays.is_array, backend.trees.flatten(grads)[0])
+        return super().bind((readings.placeholders(first), grads), backend, shaped)
 
     def empty(self, params: Tree, backend: Backend) -> tuple[Accumulation, Tree]:
         """The empty window for gradients like these params, and what a state has as `observed`
