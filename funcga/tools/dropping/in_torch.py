@@ -133,27 +133,26 @@ class SkippingCalls(Called):
         if keep is True:
             super().add(sums, leaves, weight)
             return
-        choose, dropped = partial(selected, keep, backend=outputs.backend), keep == 0
+        dropped = arrays.as_array(keep == 0)
         for index, fold in folding.folds.items():
-            value, total = arrays.strided(leaves[index]), sums.of[index]
-            if total is None:  # it may be the first, and every other may be dropped, too
-                total = sums.of[index] = fold.identity(value)
-            if keep is False:
-                continue
-            if folding.kinds[index] is None:
-                # Some folds write to what there was before.
-                copy = _private.pytree.tree_map(torch.clone, total)
-                sums.add_reduced({index: value}, weight)
-                sums.of[index] = choose(sums.of[index], copy)
-            else:  # or zeros, one leaf after the other, so that one copy is held at a time
+            value, before = arrays.strided(leaves[index]), sums.of[index]
+            if folding.kinds[index] is not None:
+                # Zeros, one leaf after the other, so that one copy is held at a time.
                 sums.add_reduced({index: _filled(value, dropped)}, weight)
+                continue
+            if before is None:
+                before = fold.identity(value)
+            else:  # some folds write to what there was before
+                before = _private.pytree.tree_map(torch.clone, before)
+            sums.add_reduced({index: value}, weight)
+            sums.of[index] = selected(keep, sums.of[index], before, outputs.backend)
         for index in outputs.collected:  # by observers
-            sums.collected[index].append(_filled(leaves[index], arrays.as_array(dropped), NAN))
+            sums.collected[index].append(_filled(leaves[index], dropped, NAN))
         sums.state = [leaves[index] for index in outputs.threads]
         count = arrays.tally(keep.float()).weight[0] if arrays.is_array(keep) else keep
         sums.steps, sums.total = sums.steps + keep, sums.total + count * weight
         if self.dropping.scope == "window":
-            sums.rejected = sums.rejected + dropped
+            sums.rejected = sums.rejected + (keep == 0)
         else:
             take_back(sums, keep, self.before)
 
