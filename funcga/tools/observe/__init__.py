@@ -208,23 +208,23 @@ class Readings:
         """The observation of a finished window: `folded` are the results of the measures."""
         (factor,), trees, xp = folded[0], self.backend.trees, self.arrays.xp
         results = self._vectors([*folded, *trees.flatten(value)[0]], {})
-        loss_scale = self.arrays.cast(loss_scale, self.dtype)
         divisor = xp.where(factor == 0, 1, factor)  # of a window that weighs nothing
-        observations = list[Tree]()
-        for observer, groups, of_microbatches, result in zip(
-            self.observers, self.groups, folded[1:], results, strict=True
-        ):
+        in_units = divisor / self.arrays.cast(loss_scale, self.dtype)
+        each = zip(self.groups, folded[1:], results, strict=True)
+
+        def observation_of(observer: Observer) -> Tree:
+            groups, of_microbatches, result = next(each)
             result = self.arrays.cast(result, self.dtype, factor) / divisor**observer.degree
-            seen = Observed(of_microbatches, result, divisor / loss_scale)
             # Arrays with the groups on their last axis: the observation of each.
-            leaves, structure = trees.flatten(observer.finish(xp, seen))
+            seen = observer.finish(xp, Observed(of_microbatches, result, in_units))
+            leaves, structure = trees.flatten(seen)
             of_groups = {
                 name: trees.unflatten(structure, [leaf[..., k] for leaf in leaves])
                 for k, name in enumerate(groups)
             }
-            observations.append(of_groups[""] if observer.groups is None else of_groups)
-        each = iter(observations)
-        return _mapped(lambda _: next(each), self.tree)
+            return of_groups[""] if observer.groups is None else of_groups
+
+        return _mapped(observation_of, self.tree)
 
 
 def _groups(observer: Observer, paths: Sequence[str]) -> dict[str, list[int]]:
