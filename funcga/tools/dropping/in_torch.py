@@ -135,17 +135,15 @@ class SkippingCalls(Called):
             return
         dropped = arrays.as_array(keep == 0)
         for index, fold in folding.folds.items():
+            # The identity of its monoid in its place: zeros of what is added, one leaf after the
+            # other, so that one copy is held at a time.
             value, before = arrays.strided(leaves[index]), sums.of[index]
             if folding.kinds[index] is not None:
-                # Zeros, one leaf after the other, so that one copy is held at a time.
                 sums.add_reduced({index: _filled(value, dropped)}, weight)
                 continue
-            if before is None:
-                before = fold.identity(value)
-            else:  # some folds write to what there was before
-                before = _private.pytree.tree_map(torch.clone, before)
-            sums.add_reduced({index: value}, weight)
-            sums.of[index] = selected(keep, sums.of[index], before, outputs.backend)
+            nothing = fold.identity(value)
+            lifted = selected(keep, fold.lift(value, weight), nothing, outputs.backend)
+            sums.of[index] = fold.combine(nothing if before is None else before, lifted)
         for index in outputs.collected:  # by observers
             sums.collected[index].append(_filled(leaves[index], dropped, NAN))
         sums.state = [leaves[index] for index in outputs.threads]
