@@ -73,7 +73,7 @@ def _in_two_passes(
         grad_fn=replace(
             job.gradient, loss_fn=inner_product, argnums=arg_indices, has_aux=True, with_value=False
         ),
-        fold=(SUM, program.fold),
+        fold=(SUM, program.fold if outputs.threads else SUM),
         in_axes=(*[part.in_axes for part in arguments.parts], 0),
         weight=lambda *split: weigh(*split[:-1]) != 0 if is_weighed else 1,
     )
