@@ -116,7 +116,7 @@ def _rows(
     (_, size), *_ = groups(rows, job.program.n, job.program.microbatch_size)
 
     def rows_of(index: jax.Array, leaf_index: int, part: jax.Array, axis: int) -> jax.Array:
-        cotangent, of_part = cotangents[leaf_index], part.shape[axis]
+        cotangent, of_part, count = cotangents[leaf_index], part.shape[axis], index.shape[0]
         total, offset = cotangent.shape[axis], jnp.int32(0)
         if replicas is not None:  # equally many rows each, in order
             total //= int(lax.axis_size(replicas.names))
@@ -124,9 +124,9 @@ def _rows(
         # Then collected leaves have one row for each row of a micro-batch.
         if spread.blocks > 1:
             return jnp.take(cotangent, offset + index, axis=axis)
-        start = index[0] // len(index) * of_part
-        if len(index) < size:  # at the end of the batch
-            start = total - (rows - index[0]) // len(index) * of_part
+        start = index[0] // count * of_part
+        if count < size:  # at the end of the batch
+            start = total - (rows - index[0]) // count * of_part
         return lax.dynamic_slice_in_dim(cotangent, offset + start, of_part, axis)
 
     return rows_of
