@@ -288,7 +288,8 @@ class CompiledWindow(Window):
         """
         sums, factor = self.sums, None
         # The first weight is the unit.
-        share: Any = float(bool(weight)) if sums is None else sums.share(weight)
+        share = float(bool(weight)) if sums is None else sums.share(weight)
+        assert share is not None
         if share == 0 and self.is_weighted:
             return None  # not even a NaN is added
         # Without a factor inductor frees each gradient sooner. The user's own weights may be 1 now

@@ -150,7 +150,8 @@ def _in_two_passes(
     # The loss of the second window, whose other names are known after the first one.
     def inner_product(*called: Tree, **named: Tree) -> Tree:
         states, weight = next(microbatches, (None, 1))
-        rows_of: Any = lambda index, part, axis: part.detach()  # of blank rows, which do not count
+        # Of blank rows, which do not count.
+        rows_of: Callable[..., torch.Tensor] = lambda index, part, axis: part.detach()
         if states is not None:
             put_generator_states(first.devices, states)
             rows_of = partial(first.next_rows, cotangents)

@@ -75,7 +75,7 @@ class Dropping:
         NaN, and is not looked at.
         """
         tested, arrays = self.tested(outputs), outputs.backend.arrays
-        folds: list[Any] = [outputs.folds[leaf_index] for leaf_index in tested]
+        folds = [fold for fold in map(outputs.folds.__getitem__, tested) if fold is not None]
         are_weighted = all(fold.fold.plain.reducer.linear for fold in folds)
 
         def keeps(leaves: Sequence[Array], weight: Scalar) -> bool | Array:
