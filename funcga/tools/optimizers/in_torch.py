@@ -167,8 +167,6 @@ class _Update(UpdateFunction):
             # step and a state.
             tensors = arrays.without_overlap(aliases) if into else copies(aliases)
             after = self._step(tensors, gradients, state, params, owned, extra.get("weight"))
-            for tensor in tensors:
-                tensor.grad = None
             if into is None:
                 _subtract(tensors, aliases, gradients)
         results = [None if leaf is None else x for leaf, x in zip(leaves, tensors, strict=True)]
@@ -196,32 +194,11 @@ class _Update(UpdateFunction):
             slot if started[index] or grad is None else {}
             for index, (slot, grad) in enumerate(zip(slots, grads, strict=True))
         ]
-        used, grads = _writable(used, tensors, owned), _laid(grads, tensors)
+        grads = _laid(grads, tensors)
         if self.options.writes_to_gradients(optimizer):
             grads = arrays.without_overlap(grads if owned else copies(grads))
-        kept = self._run(optimizer, tensors, grads, used)
-        begun = [
-            started[index] or grad is not None or not slots[index]
-            for index, grad in enumerate(grads)
-        ]
-        flags = [begun[index] for index in _order_of_paths(begun, params)]
-        return OptimizerState(
-            state.count + 1,
-            trees.unflatten(trees.flatten(params)[1], kept),
-            torch.tensor(flags, dtype=torch.bool, device="cpu"),
-            arrays.cast(0 if weight is None else weight, torch.float32).clone(),
-        )
-
-    def _run(
-        self,
-        optimizer: Optimizer,
-        tensors: list[torch.Tensor],
-        grads: list[torch.Tensor | None],
-        slots: list[dict[str, Any]],
-    ) -> list[dict[str, Any]]:
-        """Takes a step, and returns what the optimizer keeps for each tensor."""
-        names = [[*slot] for slot in slots]
-        for tensor, grad, slot in zip(tensors, grads, slots, strict=True):
+        written = _writable(used, tensors, owned)
+        for tensor, grad, slot in zip(tensors, grads, written, strict=True):
             tensor.grad = grad
             if slot:
                 optimizer.state[tensor] = slot
@@ -229,29 +206,38 @@ class _Update(UpdateFunction):
             optimizer.step()
         else:
             _checked_step(optimizer, tensors)
-        kept = [optimizer.state.get(tensor, {}) for tensor in tensors]
-        for before, slot in zip(names, kept, strict=True):
-            if before and before != [*slot]:
+        for index, (tensor, before) in enumerate(zip(tensors, used, strict=True)):
+            tensor.grad = None
+            slots[index] = optimizer.state.get(tensor, {})
+            started[index] |= grads[index] is not None or not slots[index]
+            if before and before.keys() != slots[index].keys():
                 raise FuncgaError(
                     f"the state has {', '.join(before)}, and after a step of "
-                    f"{type(optimizer).__name__} {', '.join(slot)}: it is the state of another "
-                    "optimizer, or of other options. Begin with state = tx.init(params)."
+                    f"{type(optimizer).__name__} {', '.join(slots[index])}: it is the state of "
+                    "another optimizer, or of other options. Begin with state = tx.init(params)."
                 )
-        return kept
+        flags = [started[index] for index in _order_of_paths([*started.values()], params)]
+        return OptimizerState(
+            state.count + 1,
+            trees.unflatten(trees.flatten(params)[1], slots),
+            torch.tensor(flags, dtype=torch.bool, device="cpu"),
+            arrays.cast(0 if weight is None else weight, torch.float32).clone(),
+        )
 
 
 def _subtract(
     tensors: list[torch.Tensor], before: list[torch.Tensor], grads: list[torch.Tensor | None]
 ) -> None:
     """Makes the updates of the parameters after a step, in their memory."""
-    triples = [*zip(tensors, before, grads, strict=True)]
-    moved = [(tensor, old) for tensor, old, grad in triples if grad is not None]
-    if moved:
-        torch._foreach_sub_(*map(local_tensors, zip(*moved, strict=True)))
-    # One that was skipped is not subtracted: an infinite parameter less itself is NaN.
-    for tensor, _, grad in triples:
+    after, subtrahends = [], []
+    for tensor, old, grad in zip(tensors, before, grads, strict=True):
         if grad is None:
-            tensor.zero_()
+            tensor.zero_()  # not subtracted: an infinite parameter less itself is NaN
+        else:
+            after.append(tensor)
+            subtrahends.append(old)
+    if after:
+        torch._foreach_sub_(local_tensors(after), local_tensors(subtrahends))
 
 
 def _order_of_paths(flags: list[bool], params: Tree) -> Sequence[int]:
