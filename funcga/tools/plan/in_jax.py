@@ -2,14 +2,13 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import jax
 
 from funcga._backend import Backend
-from funcga._call import Memory, Program
+from funcga._call import Program
 from funcga._types import Tree
 from jax_backend import trees
 from jax_backend._private import is_tracing
@@ -20,15 +19,16 @@ def is_shape(leaf: Any) -> bool:
     return isinstance(leaf, jax.ShapeDtypeStruct)
 
 
-def rows(program: Program, args: tuple[Tree, ...], backend: Backend) -> int:
-    """The number of rows of the arguments of a call."""
+def rows(program: Program, args: tuple[Tree, ...], backend: Backend, on_each: Any) -> int:
+    """The number of rows of the arguments of a call; of those of one device if `on_each` runs it
+    on every one of a mesh.
+    """
     found: list[int] = []
 
     def count(args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> None:
         found.append(program.read(args, backend).rows())
 
     static, arrays = trees.partition((args, {}))
-    on_each = program.on_each  # then they are those of one device
     function = count if on_each is None else partial(on_each, count, out_specs=None)
     jax.eval_shape(lambda arrays: function(*static.tree(arrays)), arrays)
     return found[0]
@@ -72,10 +72,9 @@ def peak(
     backend: Backend,
 ) -> dict[str, int]:
     """The peak memory of `window(program)(args, kwargs)`, in bytes by what they are."""
-    step = window(replace(program, memory=Memory()))
-    function = step if program.on_each is None else partial(program.on_each, step)
+    step = window(program)
     static, arrays = trees.partition((args, kwargs))
-    jitted = jax.jit(lambda arrays: function(*static.tree(arrays)), keep_unused=True)
+    jitted = jax.jit(lambda arrays: step(*static.tree(arrays)), keep_unused=True)
     sizes: Any = jitted.lower(arrays).compile().memory_analysis()
     return {
         "arguments": sizes.argument_size_in_bytes,
