@@ -22,7 +22,7 @@ from funcga._types import Tree
 from funcga.errors import FuncgaError
 from funcga.folds import Fold
 from funcga.tools.plan import private_in_torch
-from funcga.tools.plan.wrapped_in_torch import Held, Unwrapped, planned
+from funcga.tools.plan.wrapped_in_torch import OF_WRAPPER, Held, Unwrapped
 from torch_backend import _private, trees
 from torch_backend.dtensor import as_dtensor, is_dtensor, local, local_tensors
 from torch_backend.modules import PureLoss
@@ -90,7 +90,9 @@ def peak(
             "a plan runs in one process, where nobody answers. Plan the step of one stage, as a "
             "module."
         )
-    wrapper = planned(owner.wrapper) if isinstance(owner, WrappedGradient) else Unwrapped()
+    wrapper = Unwrapped()
+    if isinstance(owner, WrappedGradient):
+        wrapper = OF_WRAPPER[type(owner.wrapper).__name__](owner.wrapper)
     mode = private_in_torch.fake_mode()
     fakes = _Fakes(mode)
     leaves, structure = trees.flatten((args, kwargs))

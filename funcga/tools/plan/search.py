@@ -28,7 +28,7 @@ class Search:
         self.program = program
         # Imported now, as torch.compile cannot trace an import.
         self.sides = {backend.name: side(backend) for backend in load_imported()}
-        self.fitted: dict[Any, int | None] = {}
+        self.fitted: dict[Any, int] = {}
         self.programs: dict[int, Program] = {}
 
     def __call__(
@@ -58,12 +58,13 @@ class Search:
                     leaf.block_until_ready()
             return result
 
-        if key not in self.fitted:
+        fitted = self.fitted.get(key)
+        if fitted is None:
             # An invalid call raises in the attempt, too.
             with suppress(Exception):
-                self.fitted[key] = planned(self.program, backend, args, kwargs).n
+                fitted = planned(self.program, backend, args, kwargs).n
         rows = self.program.read(args, backend).rows()
-        n, result = smallest(run, rows, own.is_out_of_memory, self.fitted.get(key))
+        n, result = smallest(run, rows, own.is_out_of_memory, fitted)
         if len(self.fitted) > _SHAPES:
             self.fitted.clear()
         self.fitted[key] = n
