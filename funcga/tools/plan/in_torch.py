@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from funcga._backend import Backend
 from funcga._call import Program, owner_of
 from funcga._call.arguments import Arguments, groups, starts
-from funcga._grad import GradientFunction
 from funcga._types import Tree
 from funcga.errors import FuncgaError
 from funcga.folds import Fold
@@ -163,13 +162,11 @@ class _Echo(Channel):
     def send_owed(self) -> None:
         """Nothing: what real steps owe is sent by the next one of them."""
 
-    def gather(self, mine: torch.Tensor) -> Any:
-        """The tensor of all."""
+    def gather(self, mine: Any) -> Any:
+        """What all have: the same."""
         return lambda: [mine] * self.count
 
-    def exchange(self, mine: list[float]) -> Any:
-        """The numbers of all."""
-        return lambda: [mine] * self.count
+    exchange = gather
 
     def all_gather(self, mine: object) -> list[Any]:
         """What each replica says."""
@@ -192,12 +189,11 @@ class _Echo(Channel):
 
 
 def _modules(program: Program) -> list[torch.nn.Module]:
-    """The modules that the gradient function is known to use, and those inside of them."""
-    owner, grad_fn = owner_of(program.grad_fn), program.grad_fn
-    loss = grad_fn.loss_fn if isinstance(grad_fn, GradientFunction) else None
-    modules = [owner.module] if isinstance(owner, ModuleGradient) else []
-    modules += [loss.module] if isinstance(loss, PureLoss) else []
-    return [*{id(part): part for module in modules for part in module.modules()}.values()]
+    """The module that the gradient function is known to use, and those inside of it."""
+    owner, loss = owner_of(program.grad_fn), getattr(program.grad_fn, "loss_fn", None)
+    if isinstance(owner, ModuleGradient):
+        return [*owner.module.modules()]
+    return [*loss.module.modules()] if isinstance(loss, PureLoss) else []
 
 
 def _first(
@@ -248,11 +244,8 @@ class _Fakes:
         if is_dtensor(leaf):
             fake = as_dtensor(self.of_leaf(local(leaf)), leaf)
         else:
-            device = torch.get_default_device()
-            with self.mode:
-                fake = torch.empty_strided(
-                    leaf.shape, leaf.stride(), dtype=leaf.dtype, device=device
-                )
+            with self.mode:  # on the default device
+                fake = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype)
         return torch.nn.Parameter(fake, leaf.requires_grad) if is_parameter else fake
 
     @contextmanager
