@@ -262,9 +262,15 @@ def check_not_differentiated(name: str, tree: Tree) -> None:
 
 def copies(values: Sequence[Any]) -> list[Any]:
     """Copies in memory of their own; on a device one kernel copies many tensors."""
-    copied = [torch.empty_like(x) if type(x) is torch.Tensor else deepcopy(x) for x in values]
-    pairs = [pair for pair in zip(copied, values, strict=True) if type(pair[1]) is torch.Tensor]
-    for device in {old.device for _, old in pairs}:  # a kernel takes those of one
-        new, old = zip(*[pair for pair in pairs if pair[1].device == device], strict=True)
+    copied = []
+    pairs: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for value in values:
+        is_plain = type(value) is torch.Tensor
+        copied.append(torch.empty_like(value) if is_plain else deepcopy(value))
+        if is_plain:  # a kernel takes those of one device
+            new, old = pairs.setdefault(value.device, ([], []))
+            new.append(copied[-1])
+            old.append(value)
+    for new, old in pairs.values():
         torch._foreach_copy_(new, old)
     return copied

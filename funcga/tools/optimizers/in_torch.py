@@ -159,7 +159,7 @@ class _Update(UpdateFunction):
                 None if grad is None else without_partials(grad.detach(), leaf)
                 for grad, leaf in zip(gradients, leaves, strict=True)
             ]
-            # A tensor without elements stands for a leaf that is None, and no optimizer gets it.
+            # A tensor without elements, which gets no gradient, stands for a leaf that is None.
             aliases = [
                 torch.empty(0, device="cpu") if leaf is None else leaf.detach() for leaf in leaves
             ]

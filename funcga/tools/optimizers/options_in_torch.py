@@ -54,14 +54,10 @@ class Options:
     ) -> list[tuple[Group, list[torch.Tensor]]]:
         """The options of each group of its own, and the tensors of its parameters."""
         if self.groups is None:
-            leaves = trees.flatten(params)[0]
-            pairs = zip(leaves, tensors, strict=True)
-            return [({}, [tensor for leaf, tensor in pairs if leaf is not None])]
+            return [({}, tensors)]
         groups: list[tuple[Group, list[torch.Tensor]]] = []
         named = paths_and_leaves(params, trees.children)
-        for (name, leaf), tensor in zip(named, tensors, strict=True):
-            if leaf is None:
-                continue
+        for (name, _), tensor in zip(named, tensors, strict=True):
             own = {**self.groups(name)}
             # Options are compared, not hashed: they may be tensors or lists.
             alike = [members for options, members in groups if options == own]
