@@ -1,7 +1,7 @@
 """The memory of a window in JAX: what XLA says of the compiled program, which is not run."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -46,11 +46,11 @@ def _size(leaf: Any) -> int:
     return int(math.prod(shape)) * int(leaf.dtype.itemsize)
 
 
-def free_memory(tree: Tree) -> int | None:
-    """The free bytes on the device of these arrays; None for the host."""
-    held = [leaf for leaf in trees.flatten(tree)[0] if isinstance(leaf, jax.Array)]
+def free_memory(leaves: Sequence[Any]) -> int | None:
+    """The free bytes on the device of these arrays; None for the host, which says nothing."""
+    held = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
     devices = {device for leaf in held for device in leaf.devices()} or {*jax.local_devices()[:1]}
-    stats = [device.memory_stats() for device in devices if device.platform != "cpu"]
+    stats = [device.memory_stats() for device in devices]
     return min([each["bytes_limit"] - each["bytes_in_use"] for each in stats if each], default=None)
 
 

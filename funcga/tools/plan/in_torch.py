@@ -45,9 +45,9 @@ def nbytes(tree: Tree) -> int:
     return sum(_sizes(trees.flatten(tree)[0]).values())
 
 
-def free_memory(tree: Tree) -> int | None:
+def free_memory(leaves: Sequence[Any]) -> int | None:
     """The free bytes on the device of these arrays; None for the host."""
-    devices = {leaf.device for leaf in trees.flatten(tree)[0] if isinstance(leaf, torch.Tensor)}
+    devices = {leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)}
     memory, free = torch.accelerator, []
     for device in devices:
         if device.type not in ("cpu", "meta"):
