@@ -24,7 +24,7 @@ from funcga._types import GradFn, Scalar, Tree
 from funcga.errors import FuncgaError
 from funcga.folds import Fold
 from torch_backend import _private, arrays, trees
-from torch_backend.dtensor import devices_of_rows, is_dtensor, local_rows
+from torch_backend.dtensor import devices_of_rows, local_rows
 from torch_backend.engine.alone import value_of
 from torch_backend.engine.called import Called
 from torch_backend.engine.distributed import Distributed
@@ -37,6 +37,9 @@ from torch_backend.reduce import reductions_of
 from torch_backend.reduce import telling as telling_windows
 from torch_backend.replicas import are_processes
 from torch_backend.wrapped.gradient import ModuleGradient
+
+# How rows are taken: of an array, along an axis, from a row on, so many.
+Take = Callable[[Any, int, int, int], Any]
 
 
 def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
@@ -52,7 +55,7 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
         if job.prologue is not None:
             kwargs = begin(job, backend, args, kwargs)
         if plan is not None and plan.parts is not None:
-            cuts, devices = plan.cuts, plan.devices
+            cuts, take = plan.cuts, plan.take
             parts = [
                 Argument(arg, leaves if axes else [], axes, structure, in_axes)
                 for (_, _, axes, structure, in_axes), arg, (leaves, _) in zip(
@@ -61,15 +64,15 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
             ]
             arguments = Arguments(tuple(parts), job.grad_fn, backend)
         else:
-            arguments, cuts, devices = cut(job, backend, args, source.may_be_short)
-        weights: list[Any] = [size * devices for _, size in cuts]
+            arguments, cuts, take = cut(job, backend, args, source.may_be_short)
+        weights = [size for _, size in cuts]
         if job.weight is not None:
-            weights = weights_of(job, arguments, cuts, devices)
+            weights = weights_of(job, arguments, cuts, take)
         with source.window(arguments, plan) as window:
             arguments, named = window.prepared(arguments, kwargs)
-            result = run_window(window, arguments, named, cuts, devices, weights)
+            result = run_window(window, arguments, named, cuts, take, weights)
         if cuts and key is not None and window.plan is not plan:
-            new = window.plan.with_cuts(arguments, cuts, devices)
+            new = window.plan.with_cuts(arguments, cuts, take)
             program.memory.keep(Plans).put(key, new)
         if job.epilogues:
             return job.finish(backend, result, kwargs, None if cuts else arguments)
@@ -92,26 +95,20 @@ def run_window(
     arguments: Arguments,
     kwargs: dict[str, Tree],
     cuts: Sequence[tuple[int, int]],
-    devices: int,
-    weights: list[Any],
+    take: Take | None,
+    weights: Sequence[Any],
 ) -> Tree:
     """The result of a window of the micro-batches that are cut from prepared arguments."""
-    program, state = window.program, list[Any]()
-    if arguments.state:
-        state = [_owned(leaf) for leaf in arguments.state]
-    # Slice all views first: after a backward pass the CPU cache is cold.
-    views = views_of(arguments, cuts, state, devices)
+    state = arguments.state and [_owned(leaf) for leaf in arguments.state]
+    views = views_of(arguments, cuts, state, take)
     with window.passes(weights):
         for number, (view, weight) in enumerate(zip(views, weights, strict=True), 1):
-            if state or (program.is_exact and devices == 1):
-                take = _copied_rows if program.is_exact else None
-                view = arguments.cut(*cuts[number - 1], state, take)
             window.fold(view, kwargs, weight, number == len(cuts))
+            del view  # it may be a copy
             if state:
-                state = window.state
+                state[:] = window.state
     if not cuts:
         return window.result_without_microbatches(arguments, kwargs, state)
-    del view  # the last one, which may be a copy
     return window.result()
 
 
@@ -279,36 +276,37 @@ def cut(
     backend: Backend,
     args: tuple[Tree, ...],
     may_be_short: bool,
-) -> tuple[Arguments, Sequence[tuple[int, int]], int]:
-    """(the arguments; the first row of each micro-batch, and its rows; over how many devices rows
-    are cut at once, by which both are divided).
+) -> tuple[Arguments, Sequence[tuple[int, int]], Take | None]:
+    """(the arguments; the first row of each micro-batch, and its rows; how these are taken, if not
+    as they follow each other, as views).
     """
     arguments = _read(program, args, backend)
+    rows, size = arguments.rows(may_be_empty=may_be_short), program.microbatch_size
     # A micro-batch of a DTensor takes equally many rows of each device, so that no row travels.
-    devices = 1
-    if any(is_dtensor(leaf) for part in arguments.parts for leaf in part.leaves):
-        folds = [fold for fold in trees.flatten(program.fold)[0] if isinstance(fold, Fold)]
-        # Only sums and extremes come out the same whichever rows share a micro-batch.
-        if not arguments.state and all(fold.reducer.monoid.collective for fold in folds):
-            devices = devices_of_rows(arguments)
-    rows, size = arguments.rows(may_be_empty=may_be_short) // devices, program.microbatch_size
-    if size is not None:
-        size = max(1, size // devices)
-    return arguments, starts(groups(rows, program.n, size)) if rows else (), devices
+    devices = devices_of_rows(arguments)
+    folds = [fold for fold in trees.flatten(program.fold)[0] if isinstance(fold, Fold)]
+    # Only sums and extremes come out the same whichever rows share a micro-batch.
+    if arguments.state or not all(fold.reducer.monoid.collective for fold in folds):
+        devices = 1
+    take = _copied_rows if program.is_exact else None
+    if devices > 1:
+        take, size = partial(local_rows, devices), size and max(1, size // devices)
+    sizes = groups(rows // devices, program.n, size) if rows else []
+    return arguments, starts([(count, each * devices) for count, each in sizes]), take
 
 
 def views_of(
-    arguments: Arguments, cuts: Sequence[tuple[int, int]], state: list[Any], devices: int = 1
-) -> list[tuple[Tree, ...]]:
-    """The arguments of each micro-batch, as views."""
+    arguments: Arguments, cuts: Sequence[tuple[int, int]], state: list[Any], take: Take | None
+) -> Iterable[tuple[Tree, ...]]:
+    """The arguments of each micro-batch: as views, or each taken when it is asked for."""
     leaves = [leaf for part in arguments.parts for leaf in part.leaves]
     axes = [axis for part in arguments.parts for axis in part.axes]
     kinds = {*map(type, leaves)}, {*map(type, axes)}
     is_dense = kinds == ({torch.Tensor}, {int}) and {*map(_LAYOUT, leaves)} == {torch.strided}
-    if not is_dense or True in map(_IS_NESTED, leaves):
-        take = None if devices == 1 else local_rows
-        return [arguments.cut(start, size, state, take) for start, size in cuts]
-    # The usual case: one call cuts a tensor into all of its views.
+    if take is not None or not is_dense or True in map(_IS_NESTED, leaves):
+        return (arguments.cut(start, size, state, take) for start, size in cuts)
+    # The usual case: one call cuts a tensor into all of its views, before a backward pass leaves a
+    # cold cache.
     sizes = [size for _, size in cuts]
     of_parts: list[Iterable[Tree]] = []
     for part in arguments.parts:
@@ -326,13 +324,14 @@ def views_of(
 
 
 def weights_of(
-    program: Program, arguments: Arguments, cuts: Sequence[tuple[int, int]], devices: int
+    program: Program,
+    arguments: Arguments,
+    cuts: Sequence[tuple[int, int]],
+    take: Take | None,
 ) -> list[Any]:
     """The weight of each micro-batch; those that a device knows are read at once, in one wait."""
-    views = views_of(arguments, cuts, arguments.state, devices)
-    sizes = [size * devices for _, size in cuts]
-    weighed = map(program.weigh, repeat(arguments), views, sizes)
-    return [*on_host([*weighed])]
+    views, sizes = views_of(arguments, cuts, arguments.state, take), [size for _, size in cuts]
+    return [*on_host([*map(program.weigh, repeat(arguments), views, sizes)])]
 
 
 def on_host(weights: Sequence[Scalar]) -> Sequence[Scalar]:

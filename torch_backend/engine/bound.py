@@ -12,10 +12,9 @@ from typing import Any
 import torch
 
 from funcga._types import Tree
-from torch_backend import graphs, trees
+from torch_backend import trees
 from torch_backend.dtensor import is_dtensor
 from torch_backend.engine.leaves import check_dense
-from torch_backend.gradients import is_constant
 from torch_backend.sums import Folding
 
 
@@ -80,25 +79,3 @@ def with_gradients(program: Any, result: Tree, grads: Tree) -> Tree:
         return result[0], grads
     before, (value, _) = result
     return before, (value, grads)
-
-
-def is_unreached(
-    window: Any,
-    loss: torch.Tensor,
-    moving: Sequence[torch.Tensor],
-    weight: float,
-    is_alone: bool,
-) -> bool:
-    """Whether a loss leads to no leaf, though it should; notes it in the gradient if one does.
-
-    A constant is explained by being 0, as where all is masked, or by a gradient inside of the
-    loss, such as that of a linear function; `is_alone`: whether there was none.
-    """
-    ids = {id(leaf) for leaf in (*window.inputs, *moving)}
-    found = graphs.reach(loss, ids) if loss.requires_grad and weight else None
-    if found is not None and (found.own or found.custom):
-        window.gradient.reached.add(True)
-        return False
-    if not (ids and weight):
-        return False
-    return loss.requires_grad or (is_alone and is_constant(loss))

@@ -12,8 +12,7 @@ What only a first call does stands in other files: plan and bound.
 """
 
 import operator
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Self
@@ -25,7 +24,7 @@ from funcga._call import Program
 from funcga._call.arguments import Argument, Arguments
 from funcga._grad import GradientFunction, evaluations, scaled_loss
 from funcga._types import Scalar, Tree
-from torch_backend import _private, arrays, graphs, trees
+from torch_backend import _private, arrays, trees
 from torch_backend.arrays import recording, recording_loss
 from torch_backend.engine import bound
 from torch_backend.engine.guards import EVERY, ON, functions, recompute, unchanged
@@ -36,8 +35,8 @@ from torch_backend.engine.leaves import (
     Own,
     copied_leaves,
 )
-from torch_backend.engine.plan import Plan, checked_whole, outside_of_autocast, plan_of
-from torch_backend.gradients import put_hooks, switched_off
+from torch_backend.engine.plan import Plan, checked_whole, plan_of, without_autocast
+from torch_backend.gradients import is_constant, put_hooks, switched_off
 from torch_backend.modules import PureLoss
 from torch_backend.modules.visits import Visit
 from torch_backend.sums import Sums
@@ -62,6 +61,9 @@ class Window(ExitStack):
     outside: Callable[[], AbstractContextManager[object]] = nullcontext  # of a backward pass
 
     scale: Scalar | None = None  # of the loss; set by `prepared`
+    evaluations = 0  # of gradients, until a loss has reached a leaf; set before each loss
+    nodes = 0  # how many nodes the graph of the last loss has; set by `forward`
+    known: Collection[int] = ()  # of graphs that need not be walked; set on entering
 
     may_communicate = False  # whether other processes may wait for each backward pass
     # Whether no pass is restricted to the leaves, as what wraps a module has hooks elsewhere.
@@ -82,7 +84,7 @@ class Window(ExitStack):
     cotangent: tuple[tuple[object, ...], Any] = (), None
     writes = 0  # set after each pass: how much has been added to the `.grad`s
     begun = False  # whether each of the inputs has its sum as its `.grad`
-    unreached = False  # whether a loss reached no leaf, though it should have
+    unreached = False  # whether a loss reached no leaf, though it should have; set by passes
     watching: Any = None  # set by `folding_of`, with the first loss: what measures the gradients
 
     def __init__(
@@ -128,7 +130,9 @@ class Window(ExitStack):
             if plan.watches:
                 stack.enter_context(grads_watched(leaves.originals))
             if plan.autocast:
-                self.outside = outside_of_autocast(plan.autocast, stack)
+                torch.clear_autocast_cache()  # parameters may have moved since
+                stack.callback(torch.clear_autocast_cache)
+                self.outside = partial(without_autocast, plan.autocast)
             # A module that has its parameters in the backward pass, too, may run other layers in it
             # than in the first call, and other frozen parameters may be in these.
             keeps_parameters, seen = own is not None or self.visits is not None, plan.seen
@@ -137,6 +141,7 @@ class Window(ExitStack):
             elif keeps_parameters:
                 seen = None
             self.watch = recompute.Watch(seen, inputs, plan.on_host, keeps_parameters)
+            self.known = plan.known_graphs()
             self.versions = [*map(_private.version, inputs)]
             self.push(stack.pop_all())
         return self
@@ -211,7 +216,6 @@ class Window(ExitStack):
         moving: list[torch.Tensor] = []
         if self.plan.moving:
             args, moving = self._with_leaves_of(args)
-        gradients = 0 if self.gradient.reached else evaluations()
         loss, aux, objective = self.forward(args, kwargs)
         # Nothing was added since the last pass, unless loss_fn itself has called .backward().
         if ON and self._count_writes(moving) != self.writes:
@@ -223,9 +227,6 @@ class Window(ExitStack):
         share: Any = sums.share(weight) if self.share is None else self.share
         if sums.unit != unit:  # the sums may have been brought to it, which is a write, too
             self.writes = self._count_writes()
-        if not self.gradient.reached:
-            is_alone = evaluations() == gradients
-            self.unreached |= bound.is_unreached(self, objective, moving, weight, is_alone)
         seed = self._add_gradients(objective, weight, share, moving)
         if folding.loss_alone is not None and loss.dtype is self.plan.loss_dtype:
             sums.add_loss(loss, folding.loss_alone, weight, share)
@@ -271,9 +272,12 @@ class Window(ExitStack):
     ) -> tuple[torch.Tensor, Tree, torch.Tensor]:
         """(the loss as a number, its aux, the loss times its scale, with its graph)."""
         gradient = self.gradient
+        self.evaluations = 0 if gradient.reached else evaluations()
+        before = _private.nodes_made()
         with self.noted():
             # A module that is visited has the first argument, its parameters.
             loss, aux = self.loss_fn(*args[self.visits is not None :], **kwargs), None
+        self.nodes = _private.nodes_made() - before
         # The usual output is a plain scalar. Anything else is split, and checked.
         is_usual = type(loss) is torch.Tensor and not loss.ndim and loss.dtype.is_floating_point
         if gradient.has_aux or not is_usual:
@@ -285,11 +289,15 @@ class Window(ExitStack):
         """Adds the gradients of a loss, times the seed, to the `.grad`s of the leaves."""
         inputs = leaves = (*self.inputs, *moving)
         if not (loss.requires_grad and leaves):
+            # A constant is explained by a gradient inside of the loss, as of a linear function.
+            if leaves and seed and not self.gradient.reached:
+                is_alone = evaluations() == self.evaluations
+                self.unreached |= is_alone and is_constant(loss)
             return
         others: AbstractContextManager[None] = nullcontext()
-        # A graph is walked where it may have functions written in Python, which may run backward
-        # passes of their own.
-        if self.runs_whole or functions_alive():
+        if self.nodes in self.known:
+            inputs = ()
+        else:
             inputs, others = functions.restriction(self, loss, leaves)
         on_host = self.plan.on_host and loss.is_cpu
         # One tensor serves all passes from the same cotangent, unless somebody has written to it.
@@ -303,7 +311,7 @@ class Window(ExitStack):
         try:
             if ON and watch is not None:
                 # A module that runs in the backward pass has the right parameters.
-                watch.custom, hooks[watch] = not inputs, watch.check
+                hooks[watch] = watch.check
                 if not watch.on_host:
                     task = watch.task_of(loss)
             with task, others, self.outside():
@@ -463,22 +471,3 @@ class Window(ExitStack):
 def gradients_in(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """What a pass has left in these leaves; zeros where it did not come."""
     return [(torch.zeros_like(p) if p.grad is None else p.grad).detach() for p in leaves]
-
-
-# The kinds of functions written in Python that may run a backward pass of their own; and what tells
-# whether there are more.
-_kinds: tuple[str, list[Any]] = ("", [])
-
-
-def functions_alive() -> bool:
-    """Whether a node of such a function is alive, in the graph of a loss or in any other, or every
-    graph is to be walked.
-    """
-    global _kinds
-    made, kinds = repr(_private.KINDS_MADE), _kinds
-    if made != kinds[0]:
-        kinds = _kinds = made, graphs.kinds_of_functions()
-    for kind in kinds[1]:  # a class that has died has no nodes
-        if kind() is not None and sys.getrefcount(kind()) > graphs.NO_NODES:
-            return True
-    return EVERY

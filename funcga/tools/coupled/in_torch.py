@@ -28,7 +28,7 @@ from torch_backend.engine.called import Called
 from torch_backend.engine.distributed import with_a_blank_row
 from torch_backend.engine.leaves import any_requires_grad
 from torch_backend.engine.plan import Plans, call_key
-from torch_backend.loop import Source, begin, cut, run_window, untraced, weights_of
+from torch_backend.loop import Source, Take, begin, cut, run_window, untraced, weights_of
 from torch_backend.modules import PureLoss
 from torch_backend.reduce import Reduction
 from torch_backend.sums import Sums
@@ -59,11 +59,11 @@ def coupled(job: Coupled, backend: Backend) -> Callable[..., Tree]:
         Source(program, backend)  # refuses what it cannot be
         is_merged = bool(summary.replicas)
         with torch.inference_mode(False), torch.no_grad():
-            arguments, cuts, devices = cut(program, backend, args, is_merged)
+            arguments, cuts, take = cut(program, backend, args, is_merged)
             # A weight may be 0, where NaN has to be kept out.
             if len(cuts) == 1 and not is_merged and program.weight is None:
                 return _in_one_pass(summary, arguments, kwargs)
-            return _in_two_passes(summary, arguments, args, kwargs, cuts, devices)
+            return _in_two_passes(summary, arguments, args, kwargs, cuts, take)
 
     # The passes are steered by the host: torch.compile is for summary_fn and loss_fn.
     return untraced(step, "funcga takes two passes here; compile summary_fn and loss_fn instead")
@@ -140,7 +140,7 @@ def _in_two_passes(
     args: Args,
     kwargs: Kwargs,
     cuts: Sequence[tuple[int, int]],
-    devices: int,
+    take: Take | None,
 ) -> Tree:
     """The loss and its gradient, of the micro-batches that are cut from the arguments."""
     job, owner = summary.job, summary.owner
@@ -150,12 +150,12 @@ def _in_two_passes(
     )
     plans, put_back = job.second.memory.keep(Plans), owner.snapshot()
     key = call_key(source.params, [*map(trees.flatten, args)], tuple(kwargs))
-    weights = weights_of(job.program, arguments, cuts, devices)
+    weights = weights_of(job.program, arguments, cuts, take)
     # Begun before the first pass, as no forward pass in it makes a wrapped module synchronise.
     with source.window(arguments, plans.get(key)) as window:
         first = _FirstPass(summary, arguments, (args, kwargs))
         prepared = first.prepared(arguments, kwargs)
-        summaries = run_window(first, *prepared, cuts, devices, weights)
+        summaries = run_window(first, *prepared, cuts, take, weights)
         arguments, kwargs = window.prepared(arguments, kwargs)
         # Its leaves have the hooks of the parameters.
         params = [*window.leaves.trees.values()]
@@ -163,7 +163,7 @@ def _in_two_passes(
         del summaries
         generators, put_after = generator_states(first.devices), owner.snapshot()
         put_back()
-        _, grads = run_window(window, arguments, kwargs, cuts, devices, after.counts)
+        _, grads = run_window(window, arguments, kwargs, cuts, take, after.counts)
         # The loss is the same on every replica, and so is its own gradient.
         leaves, structure = trees.flatten(grads)
         pairs = zip(leaves, after.of_params, strict=True)
