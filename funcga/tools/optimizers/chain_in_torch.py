@@ -232,11 +232,11 @@ class _Clipping(UpdateFunction):
         with torch.no_grad():
             detached = [None if leaf is None else leaf.detach() for leaf in leaves]
             clipped = without_overlap(detached) if owned else copies(detached)
-            present = [grad for grad in clipped if grad is not None]
-            # torch clips the `.grad`s of parameters, which are tensors made for that.
-            holders = [grad.detach() for grad in present]
-            for holder, grad in zip(holders, present, strict=True):
-                holder.grad = grad
+            holders = []  # torch clips the `.grad`s of parameters: these are made for that
+            for grad in clipped:
+                if grad is not None:
+                    holders.append(grad.detach())
+                    holders[-1].grad = grad
             norm = self.clip(holders)
         if norm is not None:
             # The norm of shards is a sum over them that is still to be done. Nothing here makes

@@ -35,15 +35,15 @@ def rows(program: Program, args: tuple[Tree, ...], backend: Backend, on_each: An
 
 
 def nbytes(tree: Tree) -> int:
-    """The bytes of the arrays of a tree; shared memory is counted once."""
-    return sum({id(leaf): _size(leaf) for leaf in trees.partition(tree)[1]}.values())
-
-
-def _size(leaf: Any) -> int:
-    """The bytes of an array, or of its part on one device if it is cut among several."""
-    sharding = getattr(leaf, "sharding", None)
-    shape = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
-    return int(math.prod(shape)) * int(leaf.dtype.itemsize)
+    """The bytes of the arrays of a tree, each once; of the part on one device of those that are
+    cut among several.
+    """
+    sizes = {}
+    for leaf in trees.partition(tree)[1]:
+        sharding = getattr(leaf, "sharding", None)
+        shape = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
+        sizes[id(leaf)] = math.prod(shape) * leaf.dtype.itemsize
+    return sum(sizes.values())
 
 
 def free_memory(leaves: Sequence[Any]) -> int | None:

@@ -79,12 +79,13 @@ def smallest(
 ) -> tuple[int, Any]:
     """The smallest n from 1 to `most` for which `run(n)` has enough memory, and what it returns.
 
-    `fitted` is one that had enough before. It is tried first, and is the answer if it still has.
+    `fitted`, at most `most`, had enough before. It is tried first, and is the answer if it still
+    has.
     """
     # Invariant: `too_few` micro-batches are taken not to fit, and `enough` fit, once that is known.
     # Double until something fits, then halve the gap below it.
-    n, too_few = (1, 0) if fitted is None else (min(fitted, most), fitted - 1)
-    enough, result = None, None
+    n = fitted or 1
+    too_few, enough, result = n - 1, None, None
     while enough is None or enough - too_few > 1:
         result = None  # frees its memory for the next attempt
         try:

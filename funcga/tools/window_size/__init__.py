@@ -65,8 +65,12 @@ class TargetWeight:
         """The weight after so many updates; an array if it stays one `on_host`."""
         target = self.weight(updates) if callable(self.weight) else self.weight
         target = on_host(target) if has_no_axes(target) else target
-        if not has_no_axes(target):
-            _check_target(target)
+        if not has_no_axes(target) and not is_quantity(target):
+            raise FuncgaError(
+                f"the target weight is {target!r}: it must be a finite number above 0, such as the "
+                "tokens of one update, funcga.transforms.TargetWeight(1_000_000); or a function of "
+                "the number of updates that returns one."
+            )
         return target
 
     def is_full(self, weight: Scalar, updates: Scalar, arrays: Arrays) -> Scalar:
@@ -99,15 +103,6 @@ def _in_full(weight: Scalar) -> Scalar:
     Counts of up to 10**12 are compared exactly.
     """
     return weight * (1 + 2.0**-40)
-
-
-def _check_target(weight: object) -> None:
-    if not is_quantity(weight):
-        raise FuncgaError(
-            f"the target weight is {weight!r}: it must be a finite number above 0, such as the "
-            "tokens of one update, funcga.transforms.TargetWeight(1_000_000); or a function of the "
-            "number of updates that returns one."
-        )
 
 
 # -- learning rates
