@@ -108,7 +108,7 @@ REFUSED = {
     "parity digits --device cuda:77": "CUDA",
     "parity absent.py": "absent.py: there is no file absent.py. Write FILE.py:problem, a path from the current folder.",
     "parity broken.py": "broken.py does not import: ModuleNotFoundError: No module named 'nothing_of_this_name' (line 1 of ",
-    "parity crooked.py": "crooked.py does not import: SyntaxError: '(' was never closed (line 1 of ",
+    "parity crooked.py": "crooked.py does not import: SyntaxError: '(' was never closed (crooked.py, line 1)",
     "parity stops.py": "stops.py does not import: SystemExit: 0 (line 1 of ",
     "parity mine.py": "mine.py: mine.py has no `problem`, but no_key, others, folds, optimizers, makes, fails. Write mine.py:NAME of what is meant, or add it: problem = funcga.checks.Problem(",
     "parity losses.py": "losses.py: losses.py has no `problem`, but Problem. Write losses.py:NAME of what is meant, or add it: problem = funcga.checks.Problem(params, batch, torch_loss=..., jax_loss=...).",

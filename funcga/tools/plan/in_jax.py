@@ -20,8 +20,9 @@ def is_shape(leaf: Any) -> bool:
 
 
 def rows(program: Program, args: tuple[Tree, ...], backend: Backend, on_each: Any) -> int:
-    """The number of rows of the arguments of a call; of those of one device if `on_each` runs it
-    on every one of a mesh.
+    """The number of rows of the arguments of a call.
+
+    They are those of one device if `on_each` runs it on every one of a mesh.
     """
     found: list[int] = []
 
@@ -35,8 +36,9 @@ def rows(program: Program, args: tuple[Tree, ...], backend: Backend, on_each: An
 
 
 def nbytes(tree: Tree) -> int:
-    """The bytes of the arrays of a tree, each once; of the part on one device of those that are
-    cut among several.
+    """The bytes of the arrays of a tree; shared memory is counted once.
+
+    Of an array that is cut among several devices, the part on one of them counts.
     """
     sizes = {}
     for leaf in trees.partition(tree)[1]:
@@ -47,7 +49,7 @@ def nbytes(tree: Tree) -> int:
 
 
 def free_memory(leaves: Sequence[Any]) -> int | None:
-    """The free bytes on the device of these arrays; None for the host, which says nothing."""
+    """The free bytes on the device of these arrays; None for the host."""
     held = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
     devices = {device for leaf in held for device in leaf.devices()} or {*jax.local_devices()[:1]}
     stats = [device.memory_stats() for device in devices]

@@ -6,6 +6,7 @@ import importlib.util
 import platform
 import sys
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -89,9 +90,6 @@ def blamed(error: BaseException) -> str:
     ]
     where = f" (line {frames[-1].lineno} of {frames[-1].filename})" if frames else ""
     text = " ".join(str(error).split())
-    # Code that does not parse has no frame; the error itself says where it is.
-    if isinstance(error, SyntaxError):
-        text, where = str(error.msg), f" (line {error.lineno} of {error.filename})"
     return f"{type(error).__name__}{f': {text}' if text else ''}{where}"
 
 
@@ -130,19 +128,13 @@ def versions() -> dict[str, str]:
     return ours | {name: version for name in names if (version := _version(name))}
 
 
-def devices() -> dict[str, list[str]]:
-    """The devices of each framework that is installed, which this imports."""
-    return {
-        name: importlib.import_module(f"funcga.tools.trees.in_{name}").devices()
-        for name in ("torch", "jax")
-        if _is_found(name)
-    }
-
-
 def show() -> None:
     """Prints the versions and the devices as a table."""
-    # The frameworks alone have devices.
-    devices_of = devices()
+    devices_of = {}  # the frameworks alone have devices
+    for name in ("torch", "jax"):
+        with suppress(ModuleNotFoundError):
+            side = importlib.import_module(f"funcga.tools.trees.in_{name}")
+            devices_of[name] = side.devices()
     lines = [["package", "version", "devices"]]
     lines += [["python", platform.python_version(), platform.platform()]]
     lines += [["funcga", __version__, ""]]
@@ -151,11 +143,3 @@ def show() -> None:
         for name in PACKAGES
     ]
     print(text_table(lines))
-
-
-def _is_found(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    # A ValueError where it is None in sys.modules, as a package that must not be imported is.
-    except (ImportError, ValueError):
-        return False
