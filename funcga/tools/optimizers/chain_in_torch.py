@@ -1,6 +1,7 @@
 """Chains of transforms, and clipping."""
 
 import inspect
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -262,15 +263,13 @@ def check_not_differentiated(name: str, tree: Tree) -> None:
 
 def copies(values: Sequence[Any]) -> list[Any]:
     """Copies in memory of their own; on a device one kernel copies many tensors."""
-    copied = []
-    pairs: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    copied, by_device = [], defaultdict[torch.device, list[Any]](list)
     for value in values:
         is_plain = type(value) is torch.Tensor
         copied.append(torch.empty_like(value) if is_plain else deepcopy(value))
-        if is_plain:  # a kernel takes those of one device
-            new, old = pairs.setdefault(value.device, ([], []))
-            new.append(copied[-1])
-            old.append(value)
-    for new, old in pairs.values():
+        if is_plain:
+            by_device[value.device].append((copied[-1], value))
+    for pairs in by_device.values():
+        new, old = zip(*pairs, strict=True)
         torch._foreach_copy_(new, old)
     return copied

@@ -132,14 +132,16 @@ def options_of(optimizer: Optimizer) -> list[Group]:
 def _at(options: Mapping[str, object], count: int, weight: Any) -> Group:
     result = {**options}
     for name, value in options.items():
-        if callable(value) and not takes_weight(value):
+        if not callable(value):
+            continue
+        if not takes_weight(value):
             result[name] = value(count)
-        elif callable(value):
-            if weight is None:
-                raise FuncgaError(
-                    f"the option {name} is a function of the window's weight, and the update was "
-                    "given none. Say it, tx.update(grads, state, params, weight=tokens), or let "
-                    "funcga.multi_steps(tx, n) add up the weights of its micro-batches."
-                )
-            result[name] = value(count, weight=getattr(weight, "item", lambda: weight)())
+        elif weight is None:
+            raise FuncgaError(
+                f"the option {name} is a function of the window's weight, and the update was "
+                "given none. Say it, tx.update(grads, state, params, weight=tokens), or let "
+                "funcga.multi_steps(tx, n) add up the weights of its micro-batches."
+            )
+        else:
+            result[name] = value(count, weight=float(weight))
     return result

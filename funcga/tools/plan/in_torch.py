@@ -19,7 +19,6 @@ from funcga._call import Program, owner_of
 from funcga._call.arguments import Arguments, groups, starts
 from funcga._types import Tree
 from funcga.errors import FuncgaError
-from funcga.folds import Fold
 from funcga.tools.plan import private_in_torch
 from funcga.tools.plan.wrapped_in_torch import OF_WRAPPER, Held, Unwrapped
 from torch_backend import _private, trees
@@ -203,7 +202,7 @@ def _first(
     others are like the third one.
     """
     n = program.n
-    folds = [fold for fold in trees.flatten(program.fold)[0] if isinstance(fold, Fold)]
+    folds = trees.flatten(program.fold)[0]
     # What collects or threads may hold more with each micro-batch.
     grows = arguments.state or any(fold.reducer.monoid.collective is None for fold in folds)
     if n is None or n <= 4 or grows or program.prologue is not None:
@@ -336,10 +335,10 @@ class _Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _follow(self, storage: Any, size: int) -> None:
         """Notes the size of a storage that is new, or has another size than before."""
-        kind, key = "gradients" if _private.graph_task() != -1 else "activations", id(storage)
+        key = id(storage)
         if key not in self.live:
             weakref.finalize(storage, self._freed, key).atexit = False
-            self.live[key] = _Block(0, kind)
+            self.live[key] = _Block(0, "gradients" if self.in_backward else "activations")
         block = self.live[key]
         self.now += size - block.size
         block.size = size
