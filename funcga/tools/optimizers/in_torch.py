@@ -187,8 +187,11 @@ class _Update(UpdateFunction):
         """
         optimizer = self.options.build(params, tensors, int(state.count), weight)
         slots, flags = matched(state.slots, params, "state.slots"), state.started.tolist()
-        # Flags are kept in the order of the paths: a file may return dicts in another order.
-        started = dict(zip(_order_of_paths(flags, params), flags, strict=True))
+        order: Sequence[int] = range(len(flags))
+        if not all(flags):
+            # They are in the order of the paths: a file may return dicts in another order.
+            order = sorted(order, key=leaf_paths(params, trees).__getitem__)
+        started = dict(zip(order, flags, strict=True))
         # A parameter's first update begins with the optimizer's own state, not with zeros.
         used = [
             slot if started[index] or grad is None else {}
@@ -216,11 +219,10 @@ class _Update(UpdateFunction):
                     f"{type(optimizer).__name__} {', '.join(slots[index])}: it is the state of "
                     "another optimizer, or of other options. Begin with state = tx.init(params)."
                 )
-        flags = [started[index] for index in _order_of_paths([*started.values()], params)]
         return OptimizerState(
             state.count + 1,
             trees.unflatten(trees.flatten(params)[1], slots),
-            torch.tensor(flags, dtype=torch.bool, device="cpu"),
+            torch.tensor([*started.values()], dtype=torch.bool, device="cpu"),
             arrays.cast(0 if weight is None else weight, torch.float32).clone(),
         )
 
@@ -238,17 +240,6 @@ def _subtract(
             subtrahends.append(old)
     if after:
         torch._foreach_sub_(local_tensors(after), local_tensors(subtrahends))
-
-
-def _order_of_paths(flags: list[bool], params: Tree) -> Sequence[int]:
-    """The indices of the leaves in the order of their paths, as far as it matters for flags.
-
-    It does not change if a file changes the order of a dict.
-    """
-    if len({*flags}) < 2:  # as usual
-        return range(len(flags))
-    paths = leaf_paths(params, trees)
-    return sorted(range(len(paths)), key=paths.__getitem__)
 
 
 def _writable(
