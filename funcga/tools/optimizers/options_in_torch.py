@@ -87,27 +87,26 @@ class Options:
                 f"groups gives `{name}`, which is no option of {self.optimizer.__name__}: its "
                 f"options are {', '.join(optimizer.defaults)}."
             )
-        if self.scheduler is not None:
-            self._follow(self.scheduler, optimizer, count)
+        self._follow(optimizer, count)
         for group, (_, members) in zip(optimizer.param_groups, groups, strict=True):
             group["params"] = members
         return optimizer
 
-    def _follow(
-        self, make: Callable[[Optimizer], LRScheduler], optimizer: Optimizer, count: int
-    ) -> None:
+    def _follow(self, optimizer: Optimizer, count: int) -> None:
         """Sets the options of an optimizer to those after `count` steps of the scheduler.
 
         A pure function of a stateful scheduler: the last one is stepped forward to the given count,
         and a new one is made for an earlier count. One that follows anything else than the count,
         as ReduceLROnPlateau does, torch refuses at the second update.
         """
+        if self.scheduler is None:
+            return
         began_with = options_of(optimizer)
         began, scheduler, updates = self.kept.pop("last", (None, None, 0))
         if scheduler is None or began != began_with or updates > count:
             # Schedulers write into tensors.
             groups = [{**deepcopy(group), "params": []} for group in began_with]
-            scheduler, updates = make(_OnlyOptions(groups, optimizer.defaults)), 0
+            scheduler, updates = self.scheduler(_OnlyOptions(groups, optimizer.defaults)), 0
             scheduler.optimizer.step()  # which schedulers want to see called before their own
         for _ in range(updates, count):
             scheduler.step()
