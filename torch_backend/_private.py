@@ -333,6 +333,27 @@ def reset_fsdp2(module: Any) -> None:
 # one as it is.
 compiling: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
+
+def untraced(
+    function: Callable[..., Any],
+    always: bool = True,
+    why: str = "funcga accumulates here; compile the loss, and not the step",
+) -> Callable[..., Any]:
+    """The function, which torch.compile runs as it is, and leaves out of its graph. `always`: also
+    where nothing that calls it is compiled now.
+    """
+    is_compiled = torch.compiler.is_compiling()
+    if is_compiled:
+        torch._dynamo.graph_break(f"{why}")  # of a variable torch.compile would not read the text
+    # torch.compiler.disable imports torch._dynamo, which takes seconds. Without it nothing is
+    # compiled.
+    is_compiled = is_compiled or always or callable(compiling())
+    if not is_compiled or "torch._dynamo" not in sys.modules:
+        return function
+    untraced: Callable[..., Any] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return untraced
+
+
 # --- Trees ----------------------------------------------------------------------------------------
 
 # Trees as torch.func, torch.compile and torch.export walk them, with the classes that anyone has

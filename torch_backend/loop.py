@@ -3,7 +3,7 @@
 import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from importlib import import_module
 from itertools import repeat
@@ -27,15 +27,14 @@ from torch_backend import _private, arrays, trees
 from torch_backend.dtensor import devices_of_rows, local_rows
 from torch_backend.engine.alone import value_of
 from torch_backend.engine.called import Called
-from torch_backend.engine.distributed import Distributed
 from torch_backend.engine.leaves import Own
 from torch_backend.engine.plan import Plan, Plans, call_key
 from torch_backend.engine.window import Window
 from torch_backend.modules.checks import check_not_wrapped, modules_in
 from torch_backend.prefetch import moved as moved
 from torch_backend.reduce import reductions_of
-from torch_backend.reduce import telling as telling_windows
-from torch_backend.replicas import are_processes
+from torch_backend.reduce.absent import telling as telling
+from torch_backend.wrapped.distributed import Distributed
 from torch_backend.wrapped.gradient import ModuleGradient
 
 # How rows are taken: of an array, along an axis, from a row on, so many.
@@ -78,7 +77,8 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
             return job.finish(backend, result, kwargs, None if cuts else arguments)
         return result
 
-    return fold if "torch._dynamo" not in sys.modules else _not_traced(fold, program)
+    is_compiled = "torch._dynamo" in sys.modules  # something may be
+    return _private.untraced(fold, program.across is not None) if is_compiled else fold
 
 
 def begin(
@@ -160,7 +160,8 @@ def stream(program: Program, backend: Backend) -> Callable[..., Any]:
             plans.put(key, window.plan)
         return job.finish(backend, result, kwargs, nothing) if job.epilogues else result
 
-    return fold if "torch._dynamo" not in sys.modules else _not_traced(fold, program)
+    is_compiled = "torch._dynamo" in sys.modules  # something may be
+    return _private.untraced(fold, program.across is not None) if is_compiled else fold
 
 
 def _marked(items: Iterator[Any], looks_ahead: bool) -> Iterator[tuple[Any, bool]]:
@@ -371,25 +372,21 @@ def _read(program: Program, args: tuple[Tree, ...], backend: Backend) -> Argumen
     """
     arguments = program.read(args, backend)
     is_cut = program.n is not None or program.microbatch_size is not None
-    for part in arguments.parts if is_cut or program.weight is None else ():
-        nodes = []
-        if part.axes:
-            nodes = trees.flatten(part.value, lambda node: isinstance(node, PackedSequence))[0]
-        if any(isinstance(node, PackedSequence) for node in nodes):
-            raise FuncgaError(
-                "an argument holds a PackedSequence, whose rows are time steps of all sequences "
-                "together: they can neither be cut nor say what it weighs. Pass the padded "
-                "sequences and their lengths, and pack them in loss_fn: pack_padded_sequence(x, "
-                "lengths, batch_first=True, enforce_sorted=False). Or stream micro-batches that "
-                "are packed: stream(grad_fn, weight=lambda packed, y: len(y))."
-            )
+    split = [part.value for part in arguments.parts if part.axes]
+    counts_rows = is_cut or program.weight is None
+    if counts_rows and any(map(_is_packed, trees.flatten(split, _is_packed)[0])):
+        raise FuncgaError(
+            "an argument holds a PackedSequence, whose rows are time steps of all sequences "
+            "together: they can neither be cut nor say what it weighs. Pass the padded "
+            "sequences and their lengths, and pack them in loss_fn: pack_padded_sequence(x, "
+            "lengths, batch_first=True, enforce_sorted=False). Or stream micro-batches that "
+            "are packed: stream(grad_fn, weight=lambda packed, y: len(y))."
+        )
     return arguments
 
 
-def _not_traced(fold: Callable[..., Any], program: Program) -> Callable[..., Any]:
-    """The function, which torch.compile runs as it is."""
-    is_compiled = torch.compiler.is_compiling() or callable(_private.compiling())
-    return untraced(fold) if is_compiled or program.across is not None else fold
+def _is_packed(node: object) -> bool:
+    return isinstance(node, PackedSequence)
 
 
 def alone(grad_fn: GradientFunction, backend: Backend) -> GradFn:
@@ -401,45 +398,4 @@ def alone(grad_fn: GradientFunction, backend: Backend) -> GradFn:
     def gradient(*args: Tree, **kwargs: Tree) -> Tree:
         return value_of(grad_fn, backend, args, kwargs, torch.is_grad_enabled())
 
-    return untraced(gradient) if callable(_private.compiling()) else gradient
-
-
-def untraced(
-    fold: Callable[..., Any],
-    why: str = "funcga accumulates here; compile the loss, and not the step",
-) -> Callable[..., Any]:
-    """The function, which torch.compile runs as it is, and leaves out of its graph."""
-    if torch.compiler.is_compiling():
-        torch._dynamo.graph_break(f"{why}")  # of a variable torch.compile would not read the text
-    # torch.compiler.disable imports torch._dynamo, which takes seconds. Without it nothing is
-    # compiled.
-    if "torch._dynamo" not in sys.modules:
-        return fold
-    untraced: Callable[..., Any] = torch.compiler.disable(fold)  # type: ignore[no-untyped-call]
-    return untraced
-
-
-def telling(programs: Sequence[Program], backend: Backend) -> AbstractContextManager[object] | None:
-    """The context of a call that folds these programs one after the other, in which other
-    processes are told of an error; None if they are folded by one process, or one program.
-    """
-    program = programs[0]
-    if not (isinstance(program.grad_fn, ModuleGradient) or are_processes(program.across)):
-        return None
-    if program.prologue is not None:
-        programs = [program.prologue.program(program, backend), *programs]
-    context: AbstractContextManager[object] = untraced(telling_windows)(
-        [(each.memory, partial(_given_up, each, backend)) for each in programs]
-    )
-    return context
-
-
-def _given_up(program: Program, backend: Backend) -> AbstractContextManager[object]:
-    """A window that is counted, and is told to the others where an error ends it."""
-    grad_fn, stack = program.grad_fn, ExitStack()
-    if isinstance(grad_fn, ModuleGradient) and grad_fn.kind != MODULE:
-        wrapped: Any = grad_fn
-        stack.enter_context(wrapped.window(program, backend, Arguments((), grad_fn, backend), None))
-    else:
-        reductions_of(program.across, program.memory)
-    return stack
+    return _private.untraced(gradient, False)

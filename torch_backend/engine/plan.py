@@ -18,6 +18,7 @@ from torch import nn
 
 from funcga._call.arguments import Argument, Arguments
 from funcga._grad import GradientFunction
+from funcga._types import Tree
 from torch_backend import _private
 from torch_backend.engine.guards import EVERY, ON, recompute
 from torch_backend.engine.leaves import OWN, Leaves, Own, any_requires_grad
@@ -104,9 +105,6 @@ class Plans(dict[Any, Plan]):
             for oldest in [*self][: len(self) - _MOST]:
                 self.pop(oldest, None)
 
-    def __reduce__(self) -> tuple[type["Plans"], tuple[()]]:
-        return Plans, ()  # a copy of the step makes its own
-
 
 # --- the structure of a call
 
@@ -126,11 +124,7 @@ def call_key(
     leaves = [*params.values(), *chain.from_iterable([leaves for leaves, _ in flat])]
     structures = tuple([structure for _, structure in flat])
     # What is on around the call, that changes what it computes.
-    autocast: tuple[bool, ...] = ()
-    if _private.is_any_autocast_enabled():
-        accelerator = torch.accelerator.current_accelerator()
-        kinds = ["cpu", *([] if accelerator is None else [accelerator.type])]
-        autocast = tuple(map(torch.is_autocast_enabled, kinds))
+    autocast = autocasting() if _private.is_any_autocast_enabled() else ()
     ambient = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast
     return ambient, tuple(params), structures, key_of(leaves), others
 
@@ -162,57 +156,49 @@ def is_narrow(leaf: torch.Tensor) -> bool:
     return leaf.dtype.itemsize == 1 or leaf.dtype is torch.float16
 
 
-def checked_whole(
-    parts: Sequence[Argument], gradient: GradientFunction, own: Own | None
-) -> list[int]:
-    """The indices of the arguments that are differentiated and passed whole. Raises FuncgaError for
+def plan_of(
+    gradient: GradientFunction,
+    parts: Sequence[Argument],
+    own: Own | None,
+    leaves_of: Callable[[Sequence[int], Sequence[Tree]], Leaves],
+) -> tuple[Plan, Leaves]:
+    """A plan for calls with arguments like these, and their leaves. Raises FuncgaError for
     arguments that cannot be differentiated.
     """
-    if own is not None:
-        return []
-    indices = gradient.arg_indices(len(parts))
-    for index in indices:
-        check_unfrozen(parts[index].value, gradient, index)
-    return [index for index in indices if not parts[index].axes]
-
-
-def plan_of(
-    gradient: GradientFunction, parts: Sequence[Argument], leaves: Leaves, own: Own | None
-) -> Plan:
-    """A plan for calls with arguments and leaves like these."""
-    inputs, originals, module = leaves.inputs, leaves.originals, None
     indices: tuple[int, ...] = (OWN,)
-    moving: tuple[int, ...] = ()
     if own is None:
         indices = gradient.arg_indices(len(parts))
-        moving = tuple([index for index in indices if parts[index].axes])
-    else:
-        module = own.module
+        for index in indices:
+            check_unfrozen(parts[index].value, gradient, index)
+    moving = tuple([index for index in indices if own is None and parts[index].axes])
+    whole = tuple([index for index in indices if index not in moving])
+    leaves = leaves_of(whole, [part.value for part in parts])
+    inputs, originals = leaves.inputs, leaves.originals
     hooked = any(_private.hooks_of(each) or _private.acts_on_grad(each) for each in originals)
     may_weigh = not (gradient.scaled or moving)
     closed_over = [*map(ref, tensors_in(gradient.loss_fn))]
-    return Plan(
+    plan = Plan(
         indices=indices,
         count=len(parts),
-        whole=tuple([index for index in indices if index not in moving]),
+        whole=whole,
         moving=moving,
         hooked=hooked,
         watches=ON and own is None and any_requires_grad(originals),
-        autocast=autocasting({leaf.device.type for leaf in inputs}),
+        autocast=autocasting() if _private.is_any_autocast_enabled() else (),
         takes_weights=may_weigh and not any(map(is_narrow, inputs)),
         on_host=all(map(_IS_CPU, inputs)),
         run=run_of(inputs, hooked),
-        seen=recompute.none_seen((gradient, module)),
+        seen=recompute.none_seen((gradient, own and own.module)),
         closed_over=closed_over,
         unfrozen=[*map(_requires_grad, closed_over)],
     )
+    return plan, leaves
 
 
-def autocasting(devices: Collection[str]) -> tuple[str, ...]:
-    """The types of devices that autocast is on for, of the CPU and these."""
-    if not _private.is_any_autocast_enabled():
-        return ()
-    kinds = filter(torch.amp.is_autocast_available, sorted({"cpu", *devices}))
+def autocasting() -> tuple[str, ...]:
+    """The types of devices that autocast is on for: of the CPU, and of the accelerator."""
+    accelerator = torch.accelerator.current_accelerator()
+    kinds = ["cpu", *([] if accelerator is None else [accelerator.type])]
     return tuple(filter(torch.is_autocast_enabled, kinds))
 
 

@@ -35,7 +35,7 @@ from torch_backend.engine.leaves import (
     Own,
     copied_leaves,
 )
-from torch_backend.engine.plan import Plan, checked_whole, plan_of, without_autocast
+from torch_backend.engine.plan import Plan, plan_of, without_autocast
 from torch_backend.gradients import is_constant, put_hooks, switched_off
 from torch_backend.modules import PureLoss
 from torch_backend.modules.visits import Visit
@@ -78,9 +78,10 @@ class Window(ExitStack):
     # The weight of all micro-batches, and the share of each: set by `passes` where all are alike
     # and their share is exact, so that sums in this unit are means: nothing is left to divide.
     even: tuple[float, float] | None = None
-    hooked = False  # whether a leaf has hooks of the user's; set by `_bind`
+    # Whether a leaf has hooks of the user's, and a cotangent may be a weight: set by `_bind`.
+    hooked = takes_weights = False
     share: float | None = None  # of all micro-batches, in such a window; set by `_bind`
-    # What the last pass started from, and its type, dtype, device, value; set by `backward`.
+    # What the last pass started from, and its dtype, device and value; set by `backward`.
     cotangent: tuple[tuple[object, ...], Any] = (), None
     writes = 0  # set after each pass: how much has been added to the `.grad`s
     begun = False  # whether each of the inputs has its sum as its `.grad`
@@ -111,13 +112,15 @@ class Window(ExitStack):
 
     def __enter__(self) -> Self:
         """Makes the leaves, and begins what lasts as long as the window."""
-        gradient, own, known, parts = self.gradient, self.own, self.plan, self.arguments.parts
+        gradient, own, plan, parts = self.gradient, self.own, self.plan, self.arguments.parts
+        notes_modules = plan is None or EVERY
         with ExitStack() as stack:
             with recording():
-                whole = known.whole if known else checked_whole(parts, gradient, own)
-                leaves = self.leaves_of(whole, [part.value for part in parts])
-            self.leaves, inputs = leaves, leaves.inputs
-            plan = self.plan = known or plan_of(gradient, parts, leaves, own)
+                if plan is None:
+                    plan, leaves = plan_of(gradient, parts, own, self.leaves_of)
+                else:
+                    leaves = self.leaves_of(plan.whole, [part.value for part in parts])
+            self.plan, self.leaves, inputs = plan, leaves, leaves.inputs
             if plan.hooked:
                 put_hooks(leaves.originals, inputs)
             self.inputs, self.loss_fn = inputs, gradient.loss_fn
@@ -136,7 +139,7 @@ class Window(ExitStack):
             # A module that has its parameters in the backward pass, too, may run other layers in it
             # than in the first call, and other frozen parameters may be in these.
             keeps_parameters, seen = own is not None or self.visits is not None, plan.seen
-            if seen is not None and (known is None or EVERY):
+            if seen is not None and notes_modules:
                 self.noted = partial(recompute.noted, seen, inputs)
             elif keeps_parameters:
                 seen = None
@@ -301,9 +304,8 @@ class Window(ExitStack):
             inputs, others = functions.restriction(self, loss, leaves)
         on_host = self.plan.on_host and loss.is_cpu
         # One tensor serves all passes from the same cotangent, unless somebody has written to it.
-        kind = type(loss), getattr(loss, "placements", None), loss.dtype, loss.device, seed
-        known, cotangent = self.cotangent
-        if (*kind, 0) != (*known, getattr(cotangent, "_version", None)):
+        kind, (known, cotangent) = (loss.dtype, loss.device, seed), self.cotangent
+        if kind != known or type(loss) is not torch.Tensor or cotangent._version:
             cotangent = torch.full_like(loss, seed, requires_grad=False)
             self.cotangent = kind, cotangent
         watch, hooks = self.watch, _private.FORWARD_PRE_HOOKS
@@ -321,10 +323,6 @@ class Window(ExitStack):
                     engine = _private.ENGINE_ON_HOST if on_host else _private.ENGINE
                     how = {"allow_unreachable": True, "accumulate_grad": True}
                     engine((loss,), (cotangent,), False, False, inputs, **how)
-        except RuntimeError as error:
-            if all(map(_REQUIRES_GRAD, leaves)):
-                raise
-            raise switched_off() from error
         finally:
             hooks.pop(watch, None)
 
@@ -337,8 +335,7 @@ class Window(ExitStack):
 
     def _takes(self, seed: float, dtype: torch.dtype) -> bool:
         """Whether the cotangent of a pass may be this weight."""
-        may_weigh = self.plan.takes_weights and not (self.plan.autocast or self.hooked)
-        return may_weigh and arrays.represents_exactly(dtype, seed)
+        return self.takes_weights and arrays.represents_exactly(dtype, seed)
 
     # --- what becomes of the output
 
@@ -351,8 +348,8 @@ class Window(ExitStack):
         sums = Sums(plan.folding if is_known else bound.folding_of(self, loss, aux))
         folding = sums.folding
         are_means = folding.lends and folding.are_weighted and not folding.normalized
-        may_weigh = plan.takes_weights and not (plan.autocast or self.hooked)
-        if self.even and are_means and may_weigh:
+        self.takes_weights = plan.takes_weights and not (plan.autocast or self.hooked)
+        if self.even and are_means and self.takes_weights:
             sums.unit, self.share = self.even
         self.held = [None] * len(self.inputs)
         if folding.lends and folding.wide:

@@ -21,16 +21,16 @@ from funcga._types import Scalar, Tree
 from funcga.errors import FuncgaError
 from funcga.tools.coupled import SUM, Coupled, Summaries, unused
 from funcga.tools.example_keys.in_torch import devices_of, generator_states, put_generator_states
-from torch_backend import arrays, trees
+from torch_backend import _private, arrays, trees
 from torch_backend.arrays import recording_loss
 from torch_backend.engine.alone import value_of
 from torch_backend.engine.called import Called
-from torch_backend.engine.distributed import with_a_blank_row
 from torch_backend.engine.leaves import any_requires_grad
 from torch_backend.engine.plan import Plans, call_key
-from torch_backend.loop import Source, Take, begin, cut, run_window, untraced, weights_of
+from torch_backend.loop import Source, Take, begin, cut, run_window, weights_of
 from torch_backend.modules import PureLoss
 from torch_backend.reduce import Reduction
+from torch_backend.reduce.absent import with_a_blank_row
 from torch_backend.sums import Sums
 from torch_backend.wrapped.ddp import Wrapper
 from torch_backend.wrapped.gradient import ModuleGradient
@@ -66,7 +66,9 @@ def coupled(job: Coupled, backend: Backend) -> Callable[..., Tree]:
             return _in_two_passes(summary, arguments, args, kwargs, cuts, take)
 
     # The passes are steered by the host: torch.compile is for summary_fn and loss_fn.
-    return untraced(step, "funcga takes two passes here; compile summary_fn and loss_fn instead")
+    return _private.untraced(
+        step, why="funcga takes two passes here; compile summary_fn and loss_fn instead"
+    )
 
 
 class _Summary:

@@ -33,7 +33,7 @@ def restriction(
         window.plan.note_graph(window.nodes)
     if window.runs_whole or found.custom:
         return (), _others_aside(window, found, leaves)
-    return leaves, nullcontext()
+    return tuple([leaf for leaf in leaves if leaf.requires_grad]), nullcontext()
 
 
 @contextmanager
