@@ -137,8 +137,7 @@ class _Update(UpdateFunction):
         )
         # Zeros are parameters and gradients at once: this takes no more than one copy of them.
         _, after = self.stepped(False, True, like, state, like, {"weight": 1.0})
-        slots = matched(after.slots, params, "slots")
-        pytree.tree_map_only(torch.Tensor, torch.zero_, slots)
+        pytree.tree_map_only(torch.Tensor, torch.zero_, trees.flatten(after.slots)[0])
         return state._replace(slots=after.slots)
 
     def stepped(

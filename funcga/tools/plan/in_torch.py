@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcga._backend import Backend
 from funcga._call import Program, owner_of
-from funcga._call.arguments import Arguments, groups, starts
+from funcga._call.arguments import Arguments
 from funcga._types import Tree
 from funcga.errors import FuncgaError
 from funcga.tools.plan import private_in_torch
@@ -207,10 +207,9 @@ def _first(
     grows = arguments.state or any(fold.reducer.monoid.collective is None for fold in folds)
     if n is None or n <= 4 or grows or program.prologue is not None:
         return args, n
-    # The first micro-batches are the larger ones, so that rows for all of these are cut into the
-    # same sizes.
-    sizes = [size for _, size in starts(groups(arguments.rows(), n, None))]
-    return arguments.cut(0, sum(sizes[:3]) + sizes[-1], []), 4
+    # The first micro-batches have the rows that are left over, one each, as when these are cut.
+    size, left_over = divmod(arguments.rows(), n)
+    return arguments.cut(0, 4 * size + min(left_over, 3), []), 4
 
 
 class _Fakes:
