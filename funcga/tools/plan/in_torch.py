@@ -88,9 +88,9 @@ def peak(
             "a plan runs in one process, where nobody answers. Plan the step of one stage, as a "
             "module."
         )
-    wrapper = Unwrapped()
+    wrapper, enough = Unwrapped(), 2
     if isinstance(owner, WrappedGradient):
-        wrapper = OF_WRAPPER[type(owner.wrapper).__name__](owner.wrapper)
+        wrapper, enough = OF_WRAPPER[type(owner.wrapper).__name__](owner.wrapper), 4
     mode = private_in_torch.fake_mode()
     fakes = _Fakes(mode)
     leaves, structure = trees.flatten((args, kwargs))
@@ -100,7 +100,7 @@ def peak(
         with mode:
             wrapper.begin()
         arguments = program.read(args, backend)
-        args, n = _first(program, arguments, args)
+        args, n = _first(program, arguments, args, enough)
         step, follower = window(replace(program, n=n)), _Follower(_sizes(leaves), wrapper.held)
         try:
             with _planning(), mode, follower:
@@ -196,20 +196,22 @@ def _modules(program: Program) -> list[torch.nn.Module]:
 
 
 def _first(
-    program: Program, arguments: Arguments, args: tuple[Tree, ...]
+    program: Program, arguments: Arguments, args: tuple[Tree, ...], enough: int
 ) -> tuple[tuple[Tree, ...], int | None]:
-    """The arguments of the first three micro-batches and of the last one, and their number: all
-    others are like the third one.
+    """The arguments of `enough` micro-batches, 2 or 4, and their number: of the first ones, and of
+    4 the last one.
+
+    All others are like the second one, or the third one if the module is wrapped.
     """
     n = program.n
     folds = trees.flatten(program.fold)[0]
     # What collects or threads may hold more with each micro-batch.
     grows = arguments.state or any(fold.reducer.monoid.collective is None for fold in folds)
-    if n is None or n <= 4 or grows or program.prologue is not None:
+    if n is None or n <= enough or grows or program.prologue is not None:
         return args, n
     # The first micro-batches have the rows that are left over, one each, as when these are cut.
     size, left_over = divmod(arguments.rows(), n)
-    return arguments.cut(0, 4 * size + min(left_over, 3), []), 4
+    return arguments.cut(0, enough * size + min(left_over, enough, 3), []), enough
 
 
 class _Fakes:
