@@ -25,7 +25,6 @@ from funcga._fold import LEAST32, MOST32, LeafFold, Tally, addends, check_narrow
 from funcga._fold.accumulator import unit_of
 from funcga._fold.outputs import Outputs
 from funcga._grad import GradientFunction
-from funcga._tools import load
 from funcga._types import GradFn, Reduced, Scalar, Tree
 from funcga.errors import FuncgaError
 from jax_backend import arrays, sharding, trees
@@ -559,7 +558,8 @@ def _moved(items: Iterator[Args], device: object) -> Iterator[Args]:
     """
     to: Any = device
     if isinstance(device, str):  # JAX itself has no names for devices
-        to = load("trees.in_jax", f"device={device!r}").device(device)
+        platform, _, number = device.partition(":")
+        to = jax.local_devices(backend=platform)[int(number or 0)]
 
     def put(item: Args) -> Args:
         static, leaves = partition(item)

@@ -246,7 +246,7 @@ class Accumulation(NamedTuple):
         """
         outputs, arrays = self.outputs, self.outputs.backend.arrays
         leaves, structure = outputs.backend.trees.flatten(tree)
-        if structure != outputs.structure_of_value:
+        if structure != outputs.of_value.structure:
             tree, leaves = self._in_order(tree, name)
         pairs = zip(leaves, self.accumulators[outputs.before :], strict=True)
         for leaf_index, (leaf, accumulator) in enumerate(pairs, outputs.before):

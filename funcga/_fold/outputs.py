@@ -71,11 +71,13 @@ class Outputs:
         return tree[1] if self.before else tree
 
     @cached_property
-    def structure_of_value(self) -> Structure:
-        """The structure without the leaves that come before."""
+    def of_value(self) -> "Outputs":
+        """These Outputs without the leaves that come before."""
         if not self.before:
-            return self.structure
-        return self.backend.trees.flatten(self.value_of(range(len(self.folds))))[1]
+            return self
+        leaf_indices = range(self.before, len(self.folds))
+        structure = self.backend.trees.flatten(self.value_of(range(len(self.folds))))[1]
+        return replace(self.part(leaf_indices, structure), before=0)
 
     def join(
         self, reduced: Sequence[Any], collected: Sequence[Any], threaded: Sequence[Any]

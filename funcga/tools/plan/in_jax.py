@@ -1,15 +1,14 @@
 """The memory of a window in JAX: what XLA says of the compiled program, which is not run."""
 
 import math
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import jax
 
 from funcga._backend import Backend
-from funcga._call import Memory, Program
+from funcga._call import Program
 from funcga._types import Tree
 from jax_backend import trees
 from jax_backend._private import is_tracing
@@ -21,7 +20,10 @@ def is_shape(leaf: Any) -> bool:
 
 
 def rows(program: Program, args: tuple[Tree, ...], backend: Backend, on_each: Any) -> int:
-    """The number of rows of the arguments of a call; of a device, if it runs `on_each`."""
+    """The number of rows of the arguments of a call.
+
+    They are those of one device if `on_each` runs it on every one of a mesh.
+    """
     found: list[int] = []
 
     def count(args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> None:
@@ -34,22 +36,23 @@ def rows(program: Program, args: tuple[Tree, ...], backend: Backend, on_each: An
 
 
 def nbytes(tree: Tree) -> int:
-    """The bytes of the arrays of a tree; shared memory is counted once."""
-    return sum({id(leaf): _size(leaf) for leaf in trees.partition(tree)[1]}.values())
+    """The bytes of the arrays of a tree; shared memory is counted once.
+
+    Of an array that is cut among several devices, the part on one of them counts.
+    """
+    sizes = {}
+    for leaf in trees.partition(tree)[1]:
+        sharding = getattr(leaf, "sharding", None)
+        shape = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
+        sizes[id(leaf)] = math.prod(shape) * leaf.dtype.itemsize
+    return sum(sizes.values())
 
 
-def _size(leaf: Any) -> int:
-    """The bytes of an array, or of its part on one device if it is cut among several."""
-    sharding = getattr(leaf, "sharding", None)
-    shape = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
-    return int(math.prod(shape)) * int(leaf.dtype.itemsize)
-
-
-def free_memory(tree: Tree) -> int | None:
+def free_memory(leaves: Sequence[Any]) -> int | None:
     """The free bytes on the device of these arrays; None for the host."""
-    held = [leaf for leaf in trees.flatten(tree)[0] if isinstance(leaf, jax.Array)]
+    held = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
     devices = {device for leaf in held for device in leaf.devices()} or {*jax.local_devices()[:1]}
-    stats = [device.memory_stats() for device in devices if device.platform != "cpu"]
+    stats = [device.memory_stats() for device in devices]
     return min([each["bytes_limit"] - each["bytes_in_use"] for each in stats if each], default=None)
 
 
@@ -71,9 +74,9 @@ def peak(
     backend: Backend,
 ) -> dict[str, int]:
     """The peak memory of `window(program)(args, kwargs)`, in bytes by what they are."""
-    function = window(replace(program, memory=Memory()))
+    step = window(program)
     static, arrays = trees.partition((args, kwargs))
-    jitted = jax.jit(lambda arrays: function(*static.tree(arrays)), keep_unused=True)
+    jitted = jax.jit(lambda arrays: step(*static.tree(arrays)), keep_unused=True)
     sizes: Any = jitted.lower(arrays).compile().memory_analysis()
     return {
         "arguments": sizes.argument_size_in_bytes,
