@@ -2,6 +2,7 @@
 
 import math
 import operator
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -14,7 +15,7 @@ from funcga._fold import Tally
 from funcga._types import Dtype, Scalar
 from funcga.errors import FuncgaError
 from torch_backend import _private
-from torch_backend.dtensor import as_dtensor, is_dtensor, local_tensors
+from torch_backend.dtensor import as_dtensor, is_dtensor, local, local_tensors, redistributed
 
 xp = torch
 
@@ -201,21 +202,54 @@ def in_transform() -> bool:
 # --- Numbers --------------------------------------------------------------------------------------
 
 
-def divide(sums: list[torch.Tensor], total: float) -> None:
-    """Divides in place, each in its shard; zeros if nothing was folded."""
-    if total == 1:
-        return
+# Each DTensor is computed with in the shard that this process has: sums that are Partial, too, so
+# that nothing is sent.
+
+
+def add(sums: list[torch.Tensor], values: list[torch.Tensor], factor: float) -> None:
+    """Adds factor * value to each sum, in place."""
+    values = local_tensors([*map(redistributed, values, sums)])
+    torch._foreach_add_(local_tensors(sums), values, alpha=factor)
+
+
+def zeros(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Zeros of this dtype that lie as a tensor does."""
+    return as_dtensor(torch.zeros_like(local(like), dtype=dtype), like)  # type: ignore[no-any-return]
+
+
+def multiply(sums: Sequence[torch.Tensor], factor: float) -> None:
+    """Multiplies in place."""
+    torch._foreach_mul_(local_tensors(sums), factor)
+
+
+def divide(sums: Sequence[torch.Tensor], total: Scalar) -> None:
+    """Divides in place; zeros if nothing was folded."""
     sums = local_tensors(sums)
-    if not total:
+    if isinstance(total, torch.Tensor):
+        _divide_by_tensor(sums, total)
+    elif not total:
         torch._foreach_zero_(sums)
-        return
-    # On the CPU torch makes a tensor of the divisor for each sum. One tensor for all of them is
-    # faster.
-    divisor: Scalar = total
-    kinds = {*zip(map(_IS_CPU, sums), map(_DTYPE, sums), strict=True)}
-    if kinds in ({(True, torch.float32)}, {(True, torch.float64)}):
-        divisor = torch.full((), total, dtype=sums[0].dtype, device="cpu")
-    torch._foreach_div_(sums, divisor)
+    elif total != 1:
+        # On the CPU torch makes a tensor of the divisor for each sum. One tensor for all of them is
+        # faster.
+        divisor: Scalar = total
+        kinds = {*zip(map(_IS_CPU, sums), map(_DTYPE, sums), strict=True)}
+        if kinds in ({(True, torch.float32)}, {(True, torch.float64)}):
+            divisor = torch.full((), total, dtype=sums[0].dtype, device="cpu")
+        torch._foreach_div_(sums, divisor)
+
+
+def _divide_by_tensor(sums: Sequence[torch.Tensor], total: torch.Tensor) -> None:
+    """The same by a number that the host does not see."""
+    is_zero = total == 0
+    divisor = torch.where(is_zero, 1, total)
+    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
+    for each in sums:
+        groups[each.device, each.dtype].append(each)
+    for kind, alike in groups.items():
+        torch._foreach_div_(alike, divisor.to(*kind))
+        for each in alike:
+            each.masked_fill_(is_zero.to(kind[0]), 0)
 
 
 def is_power_of_two(number: float) -> bool:

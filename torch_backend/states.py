@@ -6,8 +6,8 @@ alike.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -37,22 +37,25 @@ def add(
     Those that are equally weighted are added in one kernel.
     """
     pure = arrays.in_transform()  # nothing is written to, and all stays in its graph
-    steps = arrays.scalar(window.tally.steps)
+    steps, sums = arrays.scalar(window.tally.steps), [*window.accumulators]
     is_first = isinstance(steps, int) and steps == 1
-    # Sums, and those that torch adds to, by the factor of what is added.
-    sums = [*window.accumulators]
+    # Those that torch adds to, by the factor of what is added.
     groups: dict[Scalar, list[int]] = defaultdict(list)
     rows = zip(window.outputs.folds, leaves, weights, strict=True)
     with torch.set_grad_enabled(pure and torch.is_grad_enabled()):
         for index, (fold, value, weight) in enumerate(rows):
-            total, adds = sums[index], None if pure else getattr(fold, "adds", None)
+            if fold is None:
+                continue
+            total, adds = sums[index], None if pure else fold.adds
             # Torch adds to the sum where both are dense, and the sum has as many bits.
             is_dense = adds and type(value) is type(total) is torch.Tensor
             wide = torch.promote_types(value.dtype, total.dtype) if is_dense else None
             if is_dense and value.layout is torch.strided and wide is total.dtype:
                 groups[1 if adds == "plain" else weight].append(index)
             else:
-                sums[index] = _combined(window, index, value, weight)
+                combined = window.combined(index, fold.lift(value, weight))
+                # A monoid of the user's may return its argument, whose memory belongs to grad_fn.
+                sums[index] = combined.clone() if combined is value else combined
         for factor, group in groups.items():
             values = [leaves[index] for index in group]
             totals = _added([sums[index] for index in group], values, factor, is_first, donate)
@@ -61,34 +64,22 @@ def add(
     return sums
 
 
-def _combined(window: Accumulation, index: int, value: Array, weight: Scalar) -> Reduced:
-    """The accumulator of a leaf that torch does not add to."""
-    fold: Any = window.outputs.folds[index]
-    if fold is None:
-        return None
-    value = value if torch.is_grad_enabled() else value.detach()
-    combined = window.combined(index, fold.lift(value, weight))
-    # A monoid of the user's may return its argument, whose memory belongs to grad_fn.
-    return combined.clone() if combined is value else combined
-
-
 def _added(
     before: list[torch.Tensor],
     values: list[torch.Tensor],
     factor: Scalar,
     is_first: bool,
     donate: bool,
-) -> Sequence[torch.Tensor]:
+) -> Iterable[torch.Tensor]:
     """The sums with factor * value added to each; in their memory if `donate`."""
     if isinstance(factor, torch.Tensor):
         values, factor = _weighed(values, before, factor), 1
     elif factor == 1:
         factor = 1  # no float: sums of integers may be among these
     if not factor:  # adds nothing, not even a NaN
-        return [*map(torch.zeros_like, before)] if is_first else before
-    is_alike = [x.dtype for x in values] == [x.dtype for x in before]
-    if is_first and is_alike and not before[0].is_cpu:
-        # On a device it is one kernel, where adding to zeros without memory is one for each.
+        return map(torch.zeros_like, before) if is_first else before
+    if is_first and [x.dtype for x in values] == [x.dtype for x in before]:
+        # One kernel on a device, where adding to zeros without memory is one for each.
         return torch._foreach_mul(values, factor)
     if donate:
         torch._foreach_add_(before, values, alpha=factor)
@@ -100,16 +91,12 @@ def _weighed(
     values: Sequence[torch.Tensor], sums: Sequence[torch.Tensor], weight: torch.Tensor
 ) -> list[torch.Tensor]:
     """The values times a weight on a device, in the dtypes of their sums."""
-    factors: dict[object, tuple[torch.Tensor, ...]] = {}
-    products: list[torch.Tensor] = []
+    on = cache(lambda device, dtype: (weight.to(device, dtype), weight.to(device) != 0))
+    products = list[torch.Tensor]()
     for value, total in zip(values, sums, strict=True):
-        kind = value.device, total.dtype
-        if kind not in factors:
-            factor = weight.to(*kind)
-            factors[kind] = factor, factor != 0, torch.zeros_like(factor)
-        factor, counts, zero = factors[kind]
+        factor, counts = on(value.device, total.dtype)
         # `where` selects: of a weight of 0 not even a NaN is added.
-        products.append(torch.where(counts, value.to(total.dtype) * factor, zero))
+        products.append(torch.where(counts, value.to(total.dtype) * factor, 0))
     return products
 
 
@@ -185,17 +172,14 @@ def zeros_like(
     to them.
     """
     zeros: list[Any] = [*leaves]
-    shared: dict[Any, torch.Tensor] = {}
+    zero = cache(lambda dtype, device: torch.zeros((), dtype=dtype, device=device))
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):
             dtype = (dtypes or {}).get(leaf.dtype, leaf.dtype)
             if views and type(leaf) in PLAIN and leaf.numel() > 1:
-                kind = dtype, leaf.device
-                if kind not in shared:
-                    shared[kind] = torch.zeros((), dtype=dtype, device=leaf.device)
-                zeros[index] = shared[kind].expand(leaf.shape)
+                zeros[index] = zero(dtype, leaf.device).expand(leaf.shape)
             else:
-                zeros[index] = torch.zeros_like(leaf, dtype=dtype, requires_grad=False)
+                zeros[index] = torch.zeros_like(leaf, dtype=dtype)
     return zeros
 
 

@@ -17,6 +17,7 @@ from funcga._call.arguments import Arguments
 from funcga._grad import GradientFunction
 from funcga._types import GradFn, Scalar, Tree
 from torch_backend import arrays, trees
+from torch_backend.dtensor import settle
 from torch_backend.engine.distributed import adopted, with_a_blank_row
 from torch_backend.modules.checks import check_unfrozen
 from torch_backend.reduce import Reduction
@@ -142,7 +143,7 @@ class Called:
         """The normalised result, in the structure of grad_fn's output."""
         assert self.sums is not None
         with self.quiet:
-            self.sums.settle({})
+            settle(self.sums.of, {})
             return self._merged(self.sums)
 
     def _merged(self, sums: Sums) -> Tree:

@@ -15,6 +15,7 @@ from funcga._call import Program
 from funcga._call.arguments import Arguments
 from funcga._types import Tree
 from torch_backend import arrays, trees
+from torch_backend.dtensor import settle
 from torch_backend.engine import bound
 from torch_backend.engine.leaves import OWN
 from torch_backend.engine.window import Window
@@ -60,7 +61,7 @@ class Distributed(Window):
 
     def merged(self, sums: Sums) -> Tree:
         """The normalised result, of all replicas."""
-        sums.settle(dict(zip(sums.folding.grads, self.inputs, strict=True)))
+        settle(sums.of, dict(zip(sums.folding.grads, self.inputs, strict=True)))
         for merge in self.merges:
             merge.merge()
         return sums.result()
