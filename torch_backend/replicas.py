@@ -216,20 +216,11 @@ def explained() -> Iterator[None]:
         raise
 
 
-class Listener:
-    """Tells whether collectives have been called since it was made: of one group, or of any."""
-
-    def __init__(self, group: dist.ProcessGroup | None = None):
-        # A plan calls none, and knows of none that it would have called.
-        self.group, is_planned = group, PLANNED.get() is not None
-        self.before = None if is_planned else _private.collectives_called(group)
-
-    @property
-    def heard(self) -> bool | None:
-        """Whether there were any; None if torch does not tell."""
-        return (
-            None if self.before is None else _private.collectives_called(self.group) != self.before
-        )
+def collectives_called(group: dist.ProcessGroup | None = None) -> int | None:
+    """How many collectives this process has called, of one group or of all; None if torch does not
+    tell, and in a plan, which calls none, and knows of none that it would have called.
+    """
+    return None if PLANNED.get() is not None else _private.collectives_called(group)
 
 
 # --------------------------------------------------------------------------------- what is the same

@@ -20,7 +20,7 @@ from torch_backend.engine import bound
 from torch_backend.engine.leaves import OWN
 from torch_backend.engine.window import Window
 from torch_backend.reduce import Reduction
-from torch_backend.replicas import Listener
+from torch_backend.replicas import collectives_called
 from torch_backend.sums import Folding, Sums
 
 
@@ -32,14 +32,14 @@ class Distributed(Window):
     def __init__(self, merges: Sequence[Reduction], *window: Any):
         super().__init__(*window)
         self.merges = merges
-        self.listener = Listener()  # from here on the window hears collectives
+        self.called = collectives_called()  # before the first loss
 
     @property
     def communicates(self) -> bool:
         """Whether the loss has called collectives. Then other processes send gradients here that
         have their weights, whatever the weight is here.
         """
-        return self.listener.heard is True
+        return collectives_called() != self.called
 
     def _takes(self, seed: float, dtype: torch.dtype) -> bool:
         if self.communicates:

@@ -5,16 +5,16 @@
     merge     everything is sent, in one order on all replicas, before anything is waited for
     abort     an error ends the window here, and the others are told
 
-A window that communicates by itself has the replicas `meet` before it does: a header without more.
+A window that communicates by itself has the replicas agree before it does that all of them go on.
 
 Only torch has this package: in JAX the merge is a psum after the loop.
 
 Design note: docs/concepts/inside_replicas.md.
 """
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from functools import partial
 from typing import Any
 
 import torch
@@ -74,33 +74,39 @@ class Reduction:
         self.sums = sums
         self.agreement = self.history.propose(sums.folding, leaves)
 
-    def meet(self, last: bool) -> bool:
-        """Waits for the other replicas, before what these reduce by themselves; whether all say
-        that it is the last such.
-
-        Raises FuncgaError, on all of them, if one has raised an error, or is in another window:
-        collectives of two windows would be taken for one another.
-        """
-        with self._same_on_all():
-            return all(report.last for report in self._exchange(self._report(last=last))())
-
-    def agree(self, last: bool = True, rebuild: Rebuild | None = None) -> bool:
-        """Tells the other replicas what is folded here, waits for what they tell, and sets the
-        unit; or is like `meet`, as long as not all of them say that this is their last pass.
+    def agree(
+        self, last: bool = True, rebuild: Rebuild | None = None, is_known: bool = True
+    ) -> bool:
+        """Waits for the other replicas; whether all say that no pass comes after the next one in
+        which they reduce something by themselves. If so, and if `is_known` what is folded here,
+        they have told each other, and the unit is set.
 
         A replica without any micro-batch is told what the others fold in a first window: `rebuild`
         makes it of a value like theirs, whose tensors have no memory.
-        Raises FuncgaError, on all replicas, if they do not do the same.
+        Raises FuncgaError, on all replicas, if one has raised an error, or if they do not do the
+        same: collectives of two windows would be taken for one another.
         """
         if self.unit:
             return True
         with self._same_on_all():
-            receive = self.exchange or self._exchange(self._report(self.agreement, last=last))
-            self.exchange = receive if last else None
+            receive = self.exchange
+            if receive is None:
+                # After what is still owed from earlier windows.
+                self.channel.send_owed()
+                mine = self._report(self.agreement if is_known else None, last=last)
+                receive = exchange_reports(self.channel, mine)
+            self.exchange = receive if last and is_known else None
             self.reports = reports = receive()
             self.exchange = None
-            if not all(report.last for report in reports):
-                return False
+            # What a replica has not finished is in each header from now on: as long as the others
+            # cannot know what it has left out, all windows are refused.
+            if self.updates < max([report.updates for report in reports]):
+                self.history.finished -= 1
+            check_in_step(reports)
+            self.history.check_steps(reports)
+            are_last = all(report.last for report in reports)
+            if not (is_known and are_last):
+                return are_last
             if not any(report.digest for report in reports):
                 raise nothing_to_fold()
             self.agreement = self.history.agree(self.agreement, rebuild, reports)
@@ -109,27 +115,6 @@ class Reduction:
         units = {report.unit for report in reports} - {0.0} or {1.0}
         self.unit = units.pop() if len(units) == 1 else power_below(max(units))
         return True
-
-    def _exchange(self, mine: Report) -> Callable[[], list[Report]]:
-        """Sends the report of this replica, after what is still owed from earlier windows. Returns
-        what waits for the reports of all.
-
-        That raises FuncgaError, on all replicas, if one has failed, or they do not do the same.
-        """
-        self.channel.send_owed()
-        exchange, history = exchange_reports(self.channel, mine), self.history
-
-        def receive() -> list[Report]:
-            reports = exchange()
-            # What a replica has not finished is in each header from now on: as long as the others
-            # cannot know what it has left out, all windows are refused.
-            if self.updates < max([report.updates for report in reports]):
-                history.finished -= 1
-            check_in_step(reports)
-            history.check_steps(reports)
-            return reports
-
-        return receive
 
     def _report(self, agreement: Agreement | None = None, **said: Any) -> Report:
         """What this replica says: how far the step has come, and what is folded by an agreement."""
@@ -156,38 +141,28 @@ class Reduction:
             with explained():
                 yield
         except FuncgaError:
-            self._close()
-            raise
-
-    def _close(self) -> None:
-        if self.history.running is self:
             self.history.running = None
+            raise
 
     def merge(self) -> None:
         """Sends everything, and waits: the sums are then those of all replicas, and the state that
         of the last one that has folded anything.
         """
-        try:
-            self.agree()
-            with self._same_on_all():
-                self._send()
-                self._receive()
-        except BaseException:
-            self.abort()
-            raise
+        self.agree()
+        with self._same_on_all():
+            self._send()
+            self._receive()
         self.end()
 
     def end(self) -> None:
         """Counts the window as finished, here as on the other replicas."""
-        self._close()
+        self.history.running = None
         self.history.finished = self.window
 
     def abort(self) -> None:
         """Unblocks the other replicas: sends the remaining messages flagged as failed, now or
         once they are ready.
         """
-        if self.history.running is not self:
-            return
         self.history.running = None
         if self.unit:
             self._send_rest()
@@ -202,7 +177,7 @@ class Reduction:
         """
         # Where this raises an error the others have raised the same, and wait for nothing.
         with suppress(FuncgaError, RuntimeError):
-            if (self.unit or self.exchange is not None) and self.agree():
+            if self.unit or (self.exchange is not None and self.agree()):
                 self._send()
             else:
                 exchange_reports(self.channel, self._report(failed=True))
@@ -253,7 +228,11 @@ class Reduction:
         folded = [rank for rank, report in enumerate(self.reports) if report.steps]
         if state and folded:
             told = self.channel.broadcast_from(folded[-1], [*map(_portable, state)])
-            state[:] = map(partial(_taken, device=agreement.device), told, state)
+            for index, leaf in enumerate(told):
+                if isinstance(leaf, torch.Tensor):
+                    state[index] = leaf.to(agreement.device)
+                elif leaf is not None:
+                    state[index] = leaf
 
     def _count(self) -> None:
         """Takes in what all headers say: the counts, and numbers, in the order of the replicas."""
@@ -265,9 +244,8 @@ class Reduction:
             # From the unit of each replica to that of all; one without a unit has nothing to add.
             is_weighted = folding.kinds[leaf] == "weighted"
             units = [report.unit / self.unit if is_weighted else 1.0 for report in reports]
-            total = sum(
-                [r.numbers[position] * unit for r, unit in zip(reports, units, strict=True)]
-            )
+            numbers = [report.numbers[position] for report in reports]
+            total = sum(map(operator.mul, numbers, units))
             dtype = folding.folds[leaf].accumulator_dtype
             sums.of[leaf] = torch.tensor(total, dtype=dtype, device="cpu")
 
@@ -294,13 +272,6 @@ def _portable(leaf: object) -> object:
     if isinstance(leaf, torch.Tensor):
         return leaf.detach().cpu()
     return leaf if isinstance(leaf, bool | int | float | complex | str) else None
-
-
-def _taken(told: Any, mine: Any, device: torch.device) -> Any:
-    """A leaf of the state as another process has told it; that of this one where it could not."""
-    if isinstance(told, torch.Tensor):
-        return told.to(device)
-    return mine if told is None else told
 
 
 def reductions_of(across: Any, memory: Memory) -> list[Reduction]:

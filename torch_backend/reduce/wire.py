@@ -39,9 +39,7 @@ class Addition:
             totals.append(total if sent is None else sent(torch, total))
             sums.of[leaf] = None
         device = agreement.device
-        known = [
-            count if torch.is_tensor(count) else torch.zeros((), device=device) for count in counts
-        ]
+        known = [torch.as_tensor(count if torch.is_tensor(count) else 0.0) for count in counts]
         known = [count.to(device, torch.float64, copy=True) for count in known]
         arrays, self.structure = trees.flatten((totals, known))
         self.forms = [(array.dtype, array.shape, _strides(array)) for array in arrays]

@@ -19,7 +19,7 @@ from funcga._call import supported
 from funcga._types import Across
 from funcga.errors import FuncgaError
 from torch_backend import _private, arrays
-from torch_backend.replicas import InTurn, Listener, Replicas, replicas_of
+from torch_backend.replicas import InTurn, Replicas, collectives_called, replicas_of
 
 LET_FUNCGA = (
     "or let funcga reduce: accumulate(funcga.value_and_grad(torch_backend.pure_loss(module, "
@@ -214,7 +214,8 @@ class DDP(Wrapper):
         """
         # A communication hook of the user's may reduce by other means than this group.
         hooked = any(map(_private.has_comm_hooks, self.wrapped))
-        listeners = [Listener(ddp.process_group) for ddp in self.wrapped if not hooked]
+        calls = lambda: [collectives_called(ddp.process_group) for ddp in self.wrapped]
+        before = calls()
         yield
         # Two things can go wrong. A parameter was not reached, so its bucket was not sent. Or
         # nothing was sent, as loss_fn called the module inside of the wrapper.
@@ -228,7 +229,7 @@ class DDP(Wrapper):
                     "every micro-batch, or wrap the module with find_unused_parameters=True. Torch "
                     f"says: {missing}"
                 )
-        if listeners and all(each.heard is False for each in listeners):
+        if not (hooked or None in before) and calls() == before:
             raise FuncgaError(
                 f"{self.name} has reduced nothing in the last backward pass: loss_fn does not call "
                 "it, but perhaps the module inside of it, that it closes over, whose gradients "

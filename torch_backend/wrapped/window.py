@@ -252,7 +252,7 @@ class WrappedWindow(Window):
         has failed.
         """
         for merge in self.merges:
-            last = merge.meet(last)
+            last = merge.agree(last, is_known=False)
         return last
 
     def seed_of(self, weight: Scalar) -> float:

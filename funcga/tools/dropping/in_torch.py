@@ -22,7 +22,7 @@ from torch_backend import _private, arrays, trees
 from torch_backend.dtensor import as_dtensor, local, local_tensors
 from torch_backend.engine.called import Called
 from torch_backend.modules.layers import Buffers, buffers_of, put_back
-from torch_backend.replicas import Listener
+from torch_backend.replicas import collectives_called
 from torch_backend.sums import Sums
 
 NAN = float("nan")
@@ -99,8 +99,9 @@ class SkippingCalls(Called):
         self.module, self.dropping = module, program.skip
         # For each device and dtype, as a number would become a tensor for each leaf.
         self.zero = cache(lambda device, dtype: torch.zeros((), device=device, dtype=dtype))
-        # What hears collectives of the loss over the groups that gradients travel over.
-        self.own_groups = [Listener(merge.replicas.group) for merge in self.merges]
+        # Collectives of the loss over the groups that gradients travel over.
+        self.calls = lambda: [collectives_called(merge.replicas.group) for merge in self.merges]
+        self.called = self.calls()
 
     def fold(
         self, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: Scalar, last: bool = False
@@ -115,7 +116,7 @@ class SkippingCalls(Called):
 
     def add(self, sums: Sums, leaves: list[Any], weight: Scalar) -> None:
         """Folds the leaves of one micro-batch in, or what changes no sum in their place."""
-        if any(listener.heard for listener in self.own_groups):
+        if self.calls() != self.called:
             raise FuncgaError(
                 f"drop={self.dropping.scope!r} was given together with across=, and the "
                 "loss itself calls collectives of that group, as a SyncBatchNorm layer does: what "
