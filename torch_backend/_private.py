@@ -107,12 +107,6 @@ def storage_key(tensor: torch.Tensor) -> int:
         return id(tensor)
 
 
-def is_view_of_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are one, or one is a view of the other, or both are views of a third."""
-    bases = [each if each._base is None else each._base for each in (tensor, other)]
-    return bases[0] is bases[1]
-
-
 # --- Modules --------------------------------------------------------------------------------------
 
 # The tables in which a module keeps its parameters, buffers and parts, in its `__dict__`, as in
@@ -258,10 +252,12 @@ def dtype_of_sums(group: ParamGroup, sharded: torch.Tensor) -> torch.dtype | Non
     """What passes without synchronisation sum the gradients of a sharded parameter in; None for its
     own dtype, and for one that is not in the group.
     """
-    in_grad = sharded.grad_dtype if holds_sums_in_grad(group) else None
-    policies = [param.mp_policy for param in group.fsdp_params if param.sharded_param is sharded]
-    dtypes = [policy.reduce_dtype or in_grad or policy.param_dtype for policy in policies]
-    return next(iter(dtypes), None)
+    for param in group.fsdp_params:
+        if param.sharded_param is sharded:
+            in_grad = sharded.grad_dtype if holds_sums_in_grad(group) else None
+            policy = param.mp_policy
+            return policy.reduce_dtype or in_grad or policy.param_dtype  # type: ignore[no-any-return]
+    return None
 
 
 def values_in_a_window(group: ParamGroup) -> list[tuple[Any, str, object]]:
@@ -311,14 +307,16 @@ def waiting_sums(group: ParamGroup) -> list[torch.Tensor | None]:
     return [getattr(param, _SUM, None) for param in group.fsdp_params]
 
 
-def sync_flags(group: ParamGroup, scatters: bool, all_reduces: bool) -> list[tuple[Any, str, bool]]:
-    """What set_requires_gradient_sync and set_requires_all_reduce set, as (object, name, value)."""
-    return [(group, "reduce_grads", scatters), (group, "all_reduce_grads", all_reduces)]
-
-
-def last_backward_flag(module: Any, is_last: bool) -> tuple[Any, str, bool]:
-    """The attribute that set_is_last_backward sets, as (object, name, value)."""
-    return module._get_fsdp_state()._state_ctx, "is_last_backward", is_last
+def sync_flags(
+    modules: list[Any], groups: list[ParamGroup], scatters: bool, syncs: bool
+) -> list[tuple[Any, str, bool]]:
+    """What set_requires_gradient_sync, set_requires_all_reduce and set_is_last_backward set, as
+    (object, name, value).
+    """
+    flags = [(group, "reduce_grads", scatters) for group in groups]
+    flags += [(group, "all_reduce_grads", syncs) for group in groups]
+    contexts = [module._get_fsdp_state()._state_ctx for module in modules]
+    return flags + [(context, "is_last_backward", syncs) for context in contexts]
 
 
 def reset_fsdp2(module: Any) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from funcga._fold import Tally
 from funcga._types import Dtype, Scalar
 from funcga.errors import FuncgaError
 from torch_backend import _private
@@ -19,17 +18,15 @@ from torch_backend.dtensor import as_dtensor, is_dtensor, local, local_tensors, 
 
 xp = torch
 
-_IS_CPU, _DTYPE, _NBYTES, _CDATA = map(operator.attrgetter, ("is_cpu", "dtype", "nbytes", "_cdata"))
-
-
-def owns(leaf: object) -> bool:
-    """Whether only this framework can have made the leaf."""
-    return isinstance(leaf, torch.Tensor)
+_IS_CPU, _DTYPE = map(operator.attrgetter, ("is_cpu", "dtype"))
 
 
 def is_array(leaf: object) -> bool:
     """Whether the leaf can be split and folded as it is."""
     return isinstance(leaf, torch.Tensor)
+
+
+owns = is_array  # no other framework makes tensors
 
 
 def as_array(leaf: object) -> torch.Tensor:
@@ -127,12 +124,12 @@ def scalar(weight: Scalar) -> Scalar:
     return weight.item()
 
 
-def tally(weight: Scalar, steps: int = 1) -> Tally:
-    """The Tally of micro-batches that weigh this much together, in the widest type that counts."""
-    if isinstance(weight, torch.Tensor):
-        wide = torch.float32 if weight.device.type == "mps" else torch.float64
-        weight = weight.to(wide if weight.is_floating_point() else torch.int64)
-    return Tally((weight,), steps)
+def counted(weight: Scalar) -> Scalar:
+    """A weight to be added to others: an array in the widest type that counts."""
+    if not isinstance(weight, torch.Tensor):
+        return weight
+    wide = torch.float32 if weight.device.type == "mps" else torch.float64
+    return weight.to(wide if weight.is_floating_point() else torch.int64)
 
 
 def addends(weight: Scalar, wide: bool) -> tuple[torch.Tensor, ...]:
@@ -262,9 +259,8 @@ def is_power_of_two(number: float) -> bool:
 
 def owned(array: torch.Tensor, others: Sequence[torch.Tensor]) -> torch.Tensor:
     """The array, or a copy if it shares memory with one of the others."""
-    return (
-        array.clone() if any(_private.is_view_of_same(array, other) for other in others) else array
-    )
+    is_shared = _private.storage_key(array) in map(_private.storage_key, others)
+    return array.clone() if is_shared else array
 
 
 def with_strides_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -321,19 +317,14 @@ def represents_exactly(dtype: torch.dtype, number: float) -> bool:
 
 def in_own_memory(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The gradients; in the place of one whose memory has other owners, or other sizes, a copy."""
-    held = gradients if {*map(type, gradients)} <= {torch.Tensor} else local_tensors(gradients)
-    storages = [*map(torch.Tensor.untyped_storage, held)]
-    # Two references to the memory are expected: that of the gradient, and the one in `storages`.
-    # Memory that is not torch's own, such as a NumPy array's, cannot be resized. Its owner does not
-    # count as a reference.
-    return [
-        gradient if count == 2 and size == needed and resizable else gradient.clone()
-        for gradient, count, size, needed, resizable in zip(
-            gradients,
-            map(_private.use_count, map(_CDATA, storages)),
-            map(torch.UntypedStorage.nbytes, storages),
-            map(_NBYTES, held),
-            map(torch.UntypedStorage.resizable, storages),
-            strict=True,
-        )
-    ]
+    owned = list[torch.Tensor]()
+    shards = gradients if {*map(type, gradients)} <= {torch.Tensor} else local_tensors(gradients)
+    for gradient, shard in zip(gradients, shards, strict=True):
+        storage = shard.untyped_storage()
+        # Two references to the memory are expected: that of the gradient, and `storage`. Memory
+        # that is not torch's own, such as a NumPy array's, cannot be resized. Its owner does not
+        # count as a reference.
+        is_own = _private.use_count(storage._cdata) == 2 and storage.resizable()
+        is_own = is_own and storage.nbytes() == shard.nbytes
+        owned.append(gradient if is_own else gradient.clone())
+    return owned

@@ -216,11 +216,12 @@ def explained() -> Iterator[None]:
         raise
 
 
-def collectives_called(group: dist.ProcessGroup | None = None) -> int | None:
-    """How many collectives this process has called, of one group or of all; None if torch does not
-    tell, and in a plan, which calls none, and knows of none that it would have called.
+def collectives_called(groups: Sequence[Any] = (None,)) -> list[int | None]:
+    """How many collectives this process has called, of each group, or of all; None if torch does
+    not tell, and in a plan, which calls none, and knows of none that it would have called.
     """
-    return None if PLANNED.get() is not None else _private.collectives_called(group)
+    is_planned = PLANNED.get() is not None
+    return [None if is_planned else _private.collectives_called(group) for group in groups]
 
 
 # --------------------------------------------------------------------------------- what is the same

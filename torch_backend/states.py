@@ -38,7 +38,6 @@ def add(
     """
     pure = arrays.in_transform()  # nothing is written to, and all stays in its graph
     steps, sums = arrays.scalar(window.tally.steps), [*window.accumulators]
-    is_first = isinstance(steps, int) and steps == 1
     # Those that torch adds to, by the factor of what is added.
     groups: dict[Scalar, list[int]] = defaultdict(list)
     rows = zip(window.outputs.folds, leaves, weights, strict=True)
@@ -49,8 +48,8 @@ def add(
             total, adds = sums[index], None if pure else fold.adds
             # Torch adds to the sum where both are dense, and the sum has as many bits.
             is_dense = adds and type(value) is type(total) is torch.Tensor
-            wide = torch.promote_types(value.dtype, total.dtype) if is_dense else None
-            if is_dense and value.layout is torch.strided and wide is total.dtype:
+            is_dense = is_dense and value.layout is torch.strided
+            if is_dense and torch.promote_types(value.dtype, total.dtype) is total.dtype:
                 groups[1 if adds == "plain" else weight].append(index)
             else:
                 combined = window.combined(index, fold.lift(value, weight))
@@ -58,7 +57,7 @@ def add(
                 sums[index] = combined.clone() if combined is value else combined
         for factor, group in groups.items():
             values = [leaves[index] for index in group]
-            totals = _added([sums[index] for index in group], values, factor, is_first, donate)
+            totals = _added([sums[index] for index in group], values, factor, steps, donate)
             for index, total in zip(group, totals, strict=True):
                 sums[index] = total
     return sums
@@ -68,18 +67,22 @@ def _added(
     before: list[torch.Tensor],
     values: list[torch.Tensor],
     factor: Scalar,
-    is_first: bool,
+    steps: Scalar,
     donate: bool,
 ) -> Iterable[torch.Tensor]:
-    """The sums with factor * value added to each; in their memory if `donate`."""
+    """The sums with factor * value added to each; in their memory if `donate`. Those of the first
+    of the `steps` are zeros without memory.
+    """
+    is_first = isinstance(steps, int) and steps == 1
     if isinstance(factor, torch.Tensor):
         values, factor = _weighed(values, before, factor), 1
     elif factor == 1:
         factor = 1  # no float: sums of integers may be among these
     if not factor:  # adds nothing, not even a NaN
         return map(torch.zeros_like, before) if is_first else before
-    if is_first and [x.dtype for x in values] == [x.dtype for x in before]:
-        # One kernel on a device, where adding to zeros without memory is one for each.
+    is_alike = [x.dtype for x in values] == [x.dtype for x in before]
+    if is_first and is_alike and not before[0].is_cpu:
+        # On a device it is one kernel, where adding to zeros without memory is one for each.
         return torch._foreach_mul(values, factor)
     if donate:
         torch._foreach_add_(before, values, alpha=factor)
@@ -141,17 +144,17 @@ def scaled(leaves: Sequence[Array], factor: Scalar, donate: bool) -> list[Array]
     with torch.set_grad_enabled(pure and torch.is_grad_enabled()):
         # In place an element that two leaves share would be multiplied twice.
         separate = without_overlap(leaves) if donate else [*leaves]
-        places = [index for index, leaf in enumerate(separate) if leaf is not None]
-        shards = local_tensors([separate[index] for index in places])
+        shards = local_tensors([leaf for leaf in separate if leaf is not None])
         by: Any = factor
         if isinstance(factor, torch.Tensor):
             by = [arrays.cast(factor, shard.dtype, shard) for shard in shards]
-        if donate and shards:
+        if not shards:
+            return separate
+        if donate:
             torch._foreach_mul_(shards, by)
-        elif shards:
-            for index, product in zip(places, torch._foreach_mul(shards, by), strict=True):
-                separate[index] = as_dtensor(product, separate[index])
-        return separate
+            return separate
+        products = iter(torch._foreach_mul(shards, by))
+        return [leaf if leaf is None else as_dtensor(next(products), leaf) for leaf in separate]
 
 
 def emptied(window: Accumulation) -> list[Reduced]:
@@ -206,7 +209,7 @@ def merged(window: Accumulation, memory: Memory, updates: Array, donate: bool) -
         window = window.in_unit(1.0)
     # The merge of a window of one call does the rest, in place: these accumulators become its sums.
     sums = Sums(Folding(window.outputs))
-    sums.total = arrays.scalar(sum([limb.to(torch.float64) for limb in window.tally.weight]))
+    sums.total = arrays.scalar(sum(map(arrays.counted, window.tally.weight)))
     sums.steps, sums.rejected = map(arrays.scalar, (window.tally.steps, window.rejected))
     has_any = (sums.steps > 0) is not False  # also where only a device knows
     sums.unit = arrays.scalar(window.unit) if has_any else None
@@ -214,7 +217,7 @@ def merged(window: Accumulation, memory: Memory, updates: Array, donate: bool) -
     if not (donate and has_any):
         accumulators = pytree.tree_map_only(torch.Tensor, torch.clone, [*accumulators])
     sums.of.update(enumerate(accumulators))
-    reduction.propose(sums, [*map(largest, accumulators)])
+    reduction.propose(sums, dict(enumerate(map(largest, accumulators))))
     del accumulators
     reduction.merge()
     return Accumulation(

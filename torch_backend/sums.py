@@ -191,13 +191,12 @@ class Sums:
         for index in outputs.collected:
             # Copied, because grad_fn may reuse its buffer, as a captured CUDA graph does.
             self.collected[index].append(arrays.strided(values[index]).clone())
-        threaded = [values[index] for index in outputs.threads]
         # Copied, because state may be a view of the micro-batch, which is freed next.
         self.state = [
             leaf.clone() if arrays.is_array(leaf) and not self.folding.pure else leaf
-            for leaf in threaded
+            for leaf in map(values.__getitem__, outputs.threads)
         ]
-        self.total = self.total + arrays.tally(weight).weight[0]
+        self.total = self.total + arrays.counted(weight)
         self.steps += 1
 
     def add_reduced(self, values: Mapping[int, Any], weight: Scalar) -> None:
@@ -216,10 +215,12 @@ class Sums:
                 if of[index] is None:
                     of[index] = arrays.zeros(value, fold.accumulator_dtype)
                 continue
-            before = fold.identity(value) if of[index] is None else of[index]
-            combined = fold.combine(before, fold.lift(value, weight))
+            if of[index] is None:
+                of[index] = fold.identity(value)
+            of[index] = fold.combine(of[index], fold.lift(value, weight))
             # A monoid of the user's may return its argument, whose memory belongs to grad_fn.
-            of[index] = combined.clone() if combined is value else combined
+            if of[index] is value:
+                of[index] = value.clone()
         for kind, indices in added.items():
             if indices and factors[kind]:  # a weight of 0 adds nothing, not even a NaN
                 sums, more = [of[index] for index in indices], [dense[index] for index in indices]
@@ -256,15 +257,16 @@ class Sums:
     @property
     def tally(self) -> Tally:
         """How much has been folded."""
-        return arrays.tally(self.total, self.steps)
+        return Tally((self.total,), self.steps)
 
     def _normalized(self, index: int, reduced: Any) -> Any:
-        fold, tally = self.folding.folds[index], self.tally
-        if self.folding.kinds[index] == "weighted" and self.unit not in (None, 1.0):
+        folding, tally = self.folding, self.tally
+        if folding.kinds[index] == "weighted" and self.unit not in (None, 1.0):
             arrays.multiply([reduced], self.unit)
         if largest(reduced).is_cpu:  # elsewhere the host sees nothing of it
-            fold.check_known(reduced, tally, lambda: self.folding.outputs.paths()[index])
-        return fold.normalize(reduced, tally)
+            where = lambda: folding.outputs.paths()[index]
+            folding.folds[index].check_known(reduced, tally, where)
+        return folding.folds[index].normalize(reduced, tally)
 
 
 def power_below(number: float) -> float:

@@ -116,7 +116,7 @@ class Called:
             outputs, leaves = program.bind(value, arguments)
             self.sums = Sums(Folding(outputs, pure=self.pure))
             for merge in self.merges:
-                merge.propose(self.sums, leaves)
+                merge.propose(self.sums, dict(enumerate(leaves)))
         else:
             leaves = self.sums.folding.outputs.leaves(value, f"micro-batch {self.count}")
         del value
@@ -169,7 +169,7 @@ class Called:
             outputs, leaves = program.bind(self.grad_fn(*blank), arguments)
             sums = Sums(Folding(outputs))
             for merge in self.merges:
-                merge.propose(sums, leaves)
+                merge.propose(sums, dict(enumerate(leaves)))
         sums.state = state
         return self._merged(sums)
 

@@ -56,7 +56,7 @@ class Distributed(Window):
         for merge in self.merges:
             grads = [self.leaves.trees[index] for index in self.plan.indices]
             like = self.gradient.compose(loss, trees.detached(aux, True), grads)
-            merge.propose(sums, trees.flatten(like)[0])
+            merge.propose(sums, dict(enumerate(trees.flatten(like)[0])))
         return sums
 
     def merged(self, sums: Sums) -> Tree:
@@ -91,14 +91,14 @@ def adopted(
     devices = [leaf.device for leaf in known if isinstance(leaf, torch.Tensor)]
     device = next(iter(devices), "cpu")
 
-    def rebuild(value: Tree) -> tuple[Folding, list[Any]]:
+    def rebuild(value: Tree) -> tuple[Folding, dict[int, Any]]:
         likes, structure = trees.flatten(value)
         leaves = [like if like is None else torch.empty_like(like, device=device) for like in likes]
         value = trees.unflatten(structure, leaves)
         if own is not None:  # the others say what theirs are like
             value = bound.with_gradients(program, value, own)
         outputs, leaves = program.bind(value, arguments)
-        return Folding(outputs), leaves
+        return Folding(outputs), dict(enumerate(leaves))
 
     merge.agree(rebuild=rebuild)
     merge.sums = Sums(Folding(merge.agreement.outputs))

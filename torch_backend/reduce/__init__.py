@@ -13,7 +13,7 @@ Design note: docs/concepts/inside_replicas.md.
 """
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
@@ -66,10 +66,10 @@ class Reduction:
         # Where each leaf that travels lies, set by `_send`: a DTensor travels as its shard.
         self.specs: dict[int, Any] = {}
 
-    def propose(self, sums: Sums, leaves: Sequence[Array]) -> None:
-        """Takes the sums of a window whose first micro-batch has these leaves.
+    def propose(self, sums: Sums, leaves: Mapping[int, Array]) -> None:
+        """Takes the sums of a window whose first micro-batch has these leaves, by their indices.
 
-        A leaf that is None is reduced elsewhere.
+        One that is missing, or None, is reduced elsewhere.
         """
         self.sums = sums
         self.agreement = self.history.propose(sums.folding, leaves)
@@ -110,10 +110,7 @@ class Reduction:
             if not any(report.digest for report in reports):
                 raise nothing_to_fold()
             self.agreement = self.history.agree(self.agreement, rebuild, reports)
-        # If all replicas have one unit, as with equal weights, nothing is rescaled. Otherwise the
-        # unit is a power of two, and a sum is rounded once at most.
-        units = {report.unit for report in reports} - {0.0} or {1.0}
-        self.unit = units.pop() if len(units) == 1 else power_below(max(units))
+        self.unit = _unit_of(reports)
         return True
 
     def _report(self, agreement: Agreement | None = None, **said: Any) -> Report:
@@ -265,6 +262,14 @@ class Reduction:
             self.sums.total = self.sums.total + unknown.to(torch.float64)
 
 
+def _unit_of(reports: Sequence[Report]) -> float:
+    """The unit of the sums of all replicas."""
+    # If all replicas have one unit, as with equal weights, nothing is rescaled. Otherwise the unit
+    # is a power of two, and a sum is rounded once at most.
+    units = {report.unit for report in reports} - {0.0} or {1.0}
+    return units.pop() if len(units) == 1 else power_below(max(units))
+
+
 def _portable(leaf: object) -> object:
     """An array, number or text of the state as another process can have it; None for any other
     object, which stays each replica's own.
@@ -294,12 +299,11 @@ def reductions_of(across: Any, memory: Memory) -> list[Reduction]:
 
 # --- the context of a call
 
-# What begins a window, which is a context.
-Begin = Callable[[], AbstractContextManager[object]]
-
 
 @contextmanager
-def telling(windows: Sequence[tuple[Memory, Begin]]) -> Iterator[None]:
+def telling(
+    windows: Sequence[tuple[Memory, Callable[[], AbstractContextManager[object]]]],
+) -> Iterator[None]:
     """A context of one call of a step, in which other replicas are told of an error.
 
     `windows` are those of the call, in their order: where each is counted, and what begins it. One

@@ -7,7 +7,7 @@ structure as it has nothing to fold, more is told.
 
 import pickle
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
@@ -27,7 +27,7 @@ from torch_backend.replicas import Replicas, check_alike
 from torch_backend.sums import Folding
 
 # Makes how a value here is folded that is like one of others, and its leaves, without memory.
-Rebuild = Callable[[Tree], tuple[Folding, Sequence[Array]]]
+Rebuild = Callable[[Tree], tuple[Folding, Mapping[int, Array]]]
 
 
 @dataclass(eq=False)
@@ -80,12 +80,11 @@ class History:
         self.digest = digest_of((self.step, [*self.options.items()]))
         self.agreements: deque[Agreement] = deque(maxlen=16)  # on the last structures
 
-    def propose(self, folding: Folding, leaves: Sequence[Array]) -> Agreement:
+    def propose(self, folding: Folding, leaves: Mapping[int, Array]) -> Agreement:
         """The Agreement on outputs that are folded so: one that there is, or one that the others
         have yet to agree to.
 
-        `leaves` are those of grad_fn's output, or what they are like; None for one that is reduced
-        elsewhere.
+        `leaves` are those of grad_fn's output that are reduced here, or what they are like.
         """
         # The plan of a step has one Outputs for all windows of a structure, so no key has to be
         # made. Where outputs may differ, as an aux may, and of any other function, each window has
@@ -94,16 +93,18 @@ class History:
         for known in self.agreements:
             if known.outputs is outputs:
                 return known
-        shapes = [_shape(outputs, index) for index in range(len(leaves))]
-        key = outputs.structure, outputs.dtypes, outputs.threads, shapes, [*map(spec_of, leaves)]
+        shapes = [_shape(outputs, index) for index in range(len(outputs.folds))]
+        specs = {index: spec_of(leaf) for index, leaf in leaves.items()}
+        key = outputs.structure, outputs.dtypes, outputs.threads, shapes, specs
         for known in self.agreements:
             if known.key == key:
                 return known
         wire = replicas.wire_dtype or "accumulated"
         description = {"across": f"sent in buckets of {replicas.bucket_bytes} bytes as {wire}"}
         likes = list[Any]()
-        for index, (path, leaf) in enumerate(zip(outputs.paths(), leaves, strict=True)):
-            like = None if outputs.folds[index] is None or leaf is None else _like(leaf, replicas)
+        for index, path in enumerate(outputs.paths()):
+            leaf, fold = leaves.get(index), outputs.folds[index]
+            like = None if fold is None or leaf is None else _like(leaf, replicas)
             likes.append(like)
             description[path] = _description(outputs, index, shapes[index], like)
         digest, ways = digest_of([*description.items()]), _ways(folding, likes)

@@ -214,8 +214,8 @@ class DDP(Wrapper):
         """
         # A communication hook of the user's may reduce by other means than this group.
         hooked = any(map(_private.has_comm_hooks, self.wrapped))
-        calls = lambda: [collectives_called(ddp.process_group) for ddp in self.wrapped]
-        before = calls()
+        groups = [ddp.process_group for ddp in self.wrapped]
+        before = collectives_called(groups)
         yield
         # Two things can go wrong. A parameter was not reached, so its bucket was not sent. Or
         # nothing was sent, as loss_fn called the module inside of the wrapper.
@@ -229,7 +229,7 @@ class DDP(Wrapper):
                     "every micro-batch, or wrap the module with find_unused_parameters=True. Torch "
                     f"says: {missing}"
                 )
-        if not (hooked or None in before) and calls() == before:
+        if not (hooked or None in before) and collectives_called(groups) == before:
             raise FuncgaError(
                 f"{self.name} has reduced nothing in the last backward pass: loss_fn does not call "
                 "it, but perhaps the module inside of it, that it closes over, whose gradients "

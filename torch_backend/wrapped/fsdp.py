@@ -5,7 +5,6 @@ Only torch has this file: in JAX nothing synchronises but what the program says.
 
 from contextlib import AbstractContextManager
 from functools import cached_property
-from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -81,8 +80,7 @@ class FSDP2(Wrapper):
     def flags(self, syncs: bool) -> Flags:
         """Those of set_requires_gradient_sync, set_requires_all_reduce, set_is_last_backward."""
         scatters = syncs or self.sync == "outer"
-        groups = [_private.sync_flags(group, scatters, syncs) for group in self.param_groups]
-        return [*chain(*groups), *[_private.last_backward_flag(m, syncs) for m in self.parts]]
+        return _private.sync_flags(self.parts, self.param_groups, scatters, syncs)
 
     def window(self) -> AbstractContextManager[None]:
         """The context of a window: what one replica alone has used is reduced, too, if torch can do

@@ -6,7 +6,7 @@ Only torch has this file: models of JAX are functions of their parameters.
 import inspect
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property, partial
 
 import torch
@@ -41,12 +41,6 @@ class ModuleGradient(OwningGradient):
     @property
     def __signature__(self) -> inspect.Signature | None:
         return signature_with(self.loss_fn, [])
-
-    def __getstate__(self) -> dict[str, object]:
-        """What copy.deepcopy and pickle take: the fields, and nothing that was worked out from
-        them.
-        """
-        return {each.name: vars(self)[each.name] for each in fields(self)}
 
     @cached_property
     def parts(self) -> "LossOfModule":

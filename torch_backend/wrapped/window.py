@@ -31,7 +31,7 @@ from torch_backend.engine.guards.grads import gradients_aside
 from torch_backend.engine.leaves import OWN
 from torch_backend.engine.window import Window
 from torch_backend.modules.layers import buffers_of, put_back
-from torch_backend.reduce import Reduction
+from torch_backend.reduce import Reduction, reductions_of
 from torch_backend.reduce.header import nothing_to_fold
 from torch_backend.replicas import explained
 from torch_backend.sums import Sums
@@ -72,8 +72,7 @@ class WrappedGradient(ModuleGradient):
 
     def reductions(self, program: Program) -> list[Reduction]:
         """What merges a window over the replicas, one after the other."""
-        replicas = self.wrapper.replicas(program.across)
-        return [Reduction(program.memory, each) for each in replicas]
+        return reductions_of(self.wrapper.replicas(program.across), program.memory)
 
 
 class WrappedWindow(Window):
@@ -149,7 +148,8 @@ class WrappedWindow(Window):
         self.is_weighted = folds[0].fold.reducer.linear
         self.sums, sums.unit, sums.unit_is_fixed = sums, self.wrapper.scale, True
         if self.wrapper.wrapped:
-            beside = self.beside(loss, aux)
+            # Gradients are where autograd adds them.
+            beside = self._rest(loss, aux, ())
             for merge in self.merges:
                 merge.propose(sums, beside)
         return sums
@@ -178,14 +178,6 @@ class WrappedWindow(Window):
                     f"micro-batches, and the fold promises {wide}. {self.wrapper.remedy} Or "
                     f"say that {narrow} is meant: funcga.mean(dtype={narrow!r})."
                 )
-
-    def beside(self, loss: torch.Tensor, aux: Tree) -> list[Array]:
-        """The leaves of what grad_fn returns, None for the gradients, which are where autograd
-        adds them.
-        """
-        sums: Any = self.sums
-        values = self._rest(loss, aux, ())
-        return [values.get(index) for index in range(len(sums.folding.outputs.folds))]
 
     # --- micro-batches
 
@@ -239,7 +231,7 @@ class WrappedWindow(Window):
         """Adds what stands beside the gradients of a micro-batch, and counts it."""
         sums: Any = self.sums
         index = sums.folding.loss_alone
-        if index is not None and loss.dtype is self.plan.loss_dtype and not self.adds_late:
+        if index is not None and loss.dtype is self.plan.loss_dtype:
             sums.add_loss(loss, index, weight, sums.share(weight))
             return
         values = self._rest(loss, aux, ())
@@ -247,11 +239,14 @@ class WrappedWindow(Window):
             values.update(self.watching.measures(values, weight, self.seed))
         sums.add(values, weight)
 
-    def _meet(self, last: bool) -> bool:
+    def _meet(self, last: bool, is_known: bool = False) -> bool:
         """Waits for the other replicas; whether this is the last pass of all. FuncgaError if one
-        has failed.
+        has failed. `is_known`: whether all that this replica has folded is known.
         """
-        for merge in self.merges:
+        # What the first group has agreed on stays: later passes add nothing on any of its replicas.
+        first, *others = self.merges
+        last = first.agree(last, is_known=is_known)
+        for merge in others:
             last = merge.agree(last, is_known=False)
         return last
 
@@ -275,10 +270,7 @@ class WrappedWindow(Window):
                 "module(x), 0 times that if need be."
             )
         if is_ending or self.meets:
-            in_one = not (self.adds_late or self.merges[1:])
-            self.is_last = self.merges[0].agree(is_ending) if in_one else self._meet(is_ending)
-            if self.is_last and not self.adds_late:
-                self.merges[0].agree()
+            self.is_last = self._meet(is_ending, not self.adds_late)
         if self.is_last:
             self.waiting.close()
             self.may_fuse = False  # what is reduced in this pass is to see each gradient

@@ -100,8 +100,8 @@ class SkippingCalls(Called):
         # For each device and dtype, as a number would become a tensor for each leaf.
         self.zero = cache(lambda device, dtype: torch.zeros((), device=device, dtype=dtype))
         # Collectives of the loss over the groups that gradients travel over.
-        self.calls = lambda: [collectives_called(merge.replicas.group) for merge in self.merges]
-        self.called = self.calls()
+        self.groups = [merge.replicas.group for merge in self.merges]
+        self.called = collectives_called(self.groups)
 
     def fold(
         self, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: Scalar, last: bool = False
@@ -116,7 +116,7 @@ class SkippingCalls(Called):
 
     def add(self, sums: Sums, leaves: list[Any], weight: Scalar) -> None:
         """Folds the leaves of one micro-batch in, or what changes no sum in their place."""
-        if self.calls() != self.called:
+        if collectives_called(self.groups) != self.called:
             raise FuncgaError(
                 f"drop={self.dropping.scope!r} was given together with across=, and the "
                 "loss itself calls collectives of that group, as a SyncBatchNorm layer does: what "
@@ -148,7 +148,7 @@ class SkippingCalls(Called):
         for index in outputs.collected:  # by observers
             sums.collected[index].append(choose(leaves[index], leaves[index] * NAN))
         sums.state = [leaves[index] for index in outputs.threads]
-        count = arrays.tally(keep.float()).weight[0] if arrays.is_array(keep) else keep
+        count = arrays.counted(keep.float()) if arrays.is_array(keep) else keep
         sums.steps, sums.total = sums.steps + keep, sums.total + count * weight
         if self.dropping.scope == "window":
             sums.rejected = sums.rejected + (keep == 0)

@@ -268,10 +268,8 @@ class ScheduledWindow(WrappedWindow):
             self.take_gradients()
             for reduction in self.reductions:
                 if not self.wrapper.wrapped:
-                    leaves = self.beside(*values[0])
-                    for index in sums.folding.grads:
-                        leaves[index] = sums.of[index]
-                    reduction.propose(sums, leaves)
+                    grads = {index: sums.of[index] for index in sums.folding.grads}
+                    reduction.propose(sums, {**self._rest(*values[0], ()), **grads})
                 reduction.merge()
             if self.reductions and not sums.steps:
                 raise nothing_to_fold()
