@@ -210,8 +210,7 @@ def explained() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        is_new = COULD_NOT_MERGE not in vars(error).get("__notes__", ())
-        if is_new and (isinstance(error, dist.DistError) or "gloo/" in str(error)):
+        if isinstance(error, dist.DistError) or "gloo/" in str(error):
             error.add_note(COULD_NOT_MERGE)
         raise
 

@@ -135,8 +135,7 @@ class Reduction:
     def _same_on_all(self) -> Iterator[None]:
         """A context in which a FuncgaError is raised on all replicas: none waits for this one."""
         try:
-            with explained():
-                yield
+            yield
         except FuncgaError:
             self.history.running = None
             raise
@@ -304,7 +303,8 @@ def reductions_of(across: Any, memory: Memory) -> list[Reduction]:
 def telling(
     windows: Sequence[tuple[Memory, Callable[[], AbstractContextManager[object]]]],
 ) -> Iterator[None]:
-    """A context of one call of a step, in which other replicas are told of an error.
+    """A context of one call of a step, in which other replicas are told of an error, and errors of
+    collectives say what they mean.
 
     `windows` are those of the call, in their order: where each is counted, and what begins it. One
     that has not begun begins then, and ends: the others have begun as many, and wait in one of
@@ -314,7 +314,8 @@ def telling(
     for histories, _ in counted:
         histories.begun = 0
     try:
-        yield
+        with explained():
+            yield
     except BaseException:
         for histories, begin in counted:
             if not histories.begun:

@@ -33,7 +33,6 @@ from torch_backend.engine.window import Window
 from torch_backend.modules.layers import buffers_of, put_back
 from torch_backend.reduce import Reduction, reductions_of
 from torch_backend.reduce.header import nothing_to_fold
-from torch_backend.replicas import explained
 from torch_backend.sums import Sums
 from torch_backend.wrapped.ddp import Wrapper, assigned
 from torch_backend.wrapped.gradient import ModuleGradient, rows_in
@@ -108,7 +107,6 @@ class WrappedWindow(Window):
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             self.own = self.own or self.owner.own_in(self.program.memory)
-            stack.enter_context(explained())
             stack.enter_context(self.wrapper.window())
             super().__enter__()
             self.watch = None  # FSDP has other parameters in a module than the leaves
