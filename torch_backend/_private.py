@@ -148,8 +148,6 @@ def collectives_called(group: dist.ProcessGroup | None = None) -> int | None:
     Then no loss is known to communicate, and a window in which one does needs equal weights on all
     replicas.
     """
-    if not (dist.is_available() and dist.is_initialized()):
-        return 0
     try:
         groups: list[Any] = [*dist.distributed_c10d._world.pg_map] if group is None else [group]
         return sum([int(each._get_sequence_number_for_group()) for each in groups])
@@ -268,9 +266,11 @@ def values_in_a_window(group: ParamGroup) -> list[tuple[Any, str, object]]:
     empty: of a group, and of each parameter. From torch 2.15 on those of parameters are the `.grad`
     of the unsharded ones.
     """
-    others = "gradient_divide_factor", "_partial_reduce_output"
-    values: list[tuple[Any, str, object]] = [(group, name, None) for name in others]
-    values.append((group, "reduce_scatter_unused_params", True))
+    values: list[tuple[Any, str, object]] = [
+        (group, "gradient_divide_factor", None),
+        (group, "_partial_reduce_output", None),
+        (group, "reduce_scatter_unused_params", True),
+    ]
     if hasattr(group, _OUTER_LAYOUT):
         values.append((group, _OUTER_LAYOUT, {}))
     params = [] if holds_sums_in_grad(group) else group.fsdp_params

@@ -257,12 +257,6 @@ def is_power_of_two(number: float) -> bool:
 # --- Memory ---------------------------------------------------------------------------------------
 
 
-def owned(array: torch.Tensor, others: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The array, or a copy if it shares memory with one of the others."""
-    is_shared = _private.storage_key(array) in map(_private.storage_key, others)
-    return array.clone() if is_shared else array
-
-
 def with_strides_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """The tensor in the strides of another one of its shape; itself if it has them, or one of the
     two is sparse.

@@ -354,7 +354,7 @@ def on_host(weights: Sequence[Scalar]) -> Sequence[Scalar]:
 
 def _owned(leaf: Any) -> Any:
     """The initial state in memory of its own: grad_fn may update it in place."""
-    return arrays.owned(leaf, (leaf,)) if arrays.is_array(leaf) else leaf
+    return leaf.clone() if arrays.is_array(leaf) else leaf
 
 
 def _copied_rows(array: torch.Tensor, axis: int, start: int, size: int) -> torch.Tensor:

@@ -7,7 +7,7 @@ alike.
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from funcga._fold.accumulator import Accumulation, AccumulatorState
 from funcga._types import Array, Reduced, Scalar
 from funcga.errors import FuncgaError
 from torch_backend import arrays
-from torch_backend._private import pytree
+from torch_backend._private import pytree, storage_key
 from torch_backend.arrays import without_overlap
 from torch_backend.dtensor import as_dtensor, local_tensors
 from torch_backend.parameters import PLAIN
@@ -121,7 +121,8 @@ def finish(window: Accumulation, tallies: Sequence[Tally], donate: bool) -> list
             if is_divided and is_same and not pure:
                 groups[total].append(index)
             else:
-                own = partial(arrays.owned, others=parts_of(reduced))
+                shared = {*map(storage_key, parts_of(reduced))}
+                own = lambda x, shared=shared: x.clone() if storage_key(x) in shared else x
                 result = fold.normalize(reduced, tally)
                 finished[index] = pytree.tree_map_only(torch.Tensor, own, result)
         for total, group in groups.items():

@@ -132,10 +132,10 @@ class Wrapper:
         return []
 
     def window(self) -> AbstractContextManager[None]:
-        """The context of a window: passes synchronise unless `waiting`, whatever the user has set,
-        and the user's own sums are put aside.
+        """The context of a window: no pass synchronises until flags say so, but for sync="every",
+        whatever the user has set; and the user's own sums are put aside.
         """
-        return assigned(self.flags(True))
+        return assigned(self.flags(self.sync == "every"))
 
     def synchronising(self) -> AbstractContextManager[None]:
         """The context of the last backward pass. Raises FuncgaError if that pass leaves out what
@@ -267,10 +267,14 @@ def assigned(values: Flags) -> Iterator[None]:
     """A context in which attributes have other values, given as (object, name, value)."""
     # All are read before one is set, as the setter of one may change another.
     before = [(each, name, getattr(each, name)) for each, name, _ in values]
-    for entry in values:
-        setattr(*entry)
+    assign(values)
     try:
         yield
     finally:
-        for entry in before:
-            setattr(*entry)
+        assign(before)
+
+
+def assign(values: Flags) -> None:
+    """Sets attributes to values, given as (object, name, value)."""
+    for entry in values:
+        setattr(*entry)

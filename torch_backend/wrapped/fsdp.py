@@ -87,7 +87,7 @@ class FSDP2(Wrapper):
         that.
         """
         values = [each for g in self.param_groups for each in _private.values_in_a_window(g)]
-        return assigned([*self.flags(True), *values])
+        return assigned([*self.flags(self.sync == "every"), *values])
 
     def synchronising(self) -> AbstractContextManager[None]:
         """Lets all parameters of a group be reduced in one dtype."""

@@ -34,7 +34,7 @@ from torch_backend.modules.layers import buffers_of, put_back
 from torch_backend.reduce import Reduction, reductions_of
 from torch_backend.reduce.header import nothing_to_fold
 from torch_backend.sums import Sums
-from torch_backend.wrapped.ddp import Wrapper, assigned
+from torch_backend.wrapped.ddp import Wrapper, assign
 from torch_backend.wrapped.gradient import ModuleGradient, rows_in
 
 
@@ -111,10 +111,6 @@ class WrappedWindow(Window):
             super().__enter__()
             self.watch = None  # FSDP has other parameters in a module than the leaves
             stack.enter_context(gradients_aside(self.wrapper.leaves().values()))
-            # Until the last micro-batch is known to be the last, no pass synchronises.
-            self.waiting = stack.enter_context(ExitStack())
-            if self.wrapper.sync != "every":
-                self.waiting.enter_context(assigned(self.wrapper.flags(False)))
             if self.program.skip is not None:
                 tool = self.program.skip.in_torch
                 self.before = tool.snapshot(self.module, self.arguments.state)
@@ -143,7 +139,7 @@ class WrappedWindow(Window):
         folds: list[Any] = [folding.outputs.folds[index] for index in folding.grads]
         if folding is not known:
             self._check(folds)
-        self.is_weighted = folds[0].fold.reducer.linear
+        self.is_weighted = folds[0].adds == "weighted"
         self.sums, sums.unit, sums.unit_is_fixed = sums, self.wrapper.scale, True
         if self.wrapper.wrapped:
             # Gradients are where autograd adds them.
@@ -154,8 +150,8 @@ class WrappedWindow(Window):
 
     def _check(self, folds: Sequence[Any]) -> None:
         """Raises FuncgaError if the folds of the gradients are not sums as they are added here."""
-        reducers = [fold.fold.reducer for fold in folds]
-        if not all(r.additive for r in reducers) or len({r.linear for r in reducers}) > 1:
+        kinds = {fold.adds for fold in folds}
+        if None in kinds or len(kinds) > 1:
             raise FuncgaError(
                 "the gradients' fold is no sum, or some are weighed, as by funcga.mean(), and "
                 "others are not, as by funcga.sum(): a module's own gradients are only added, in "
@@ -203,7 +199,7 @@ class WrappedWindow(Window):
         if communicates and (self.sums is None or self.is_stream):
             self._meet(False)
         if is_ending and not self.meets:
-            self.waiting.close()
+            assign(self.wrapper.flags(True))
         # A cotangent of 0 times a NaN is NaN, so a micro-batch that weighs nothing is masked.
         with nullcontext() if weight else self.masked():
             loss, aux, objective = self.forward(args, kwargs)
@@ -270,7 +266,7 @@ class WrappedWindow(Window):
         if is_ending or self.meets:
             self.is_last = self._meet(is_ending, not self.adds_late)
         if self.is_last:
-            self.waiting.close()
+            assign(self.wrapper.flags(True))
             self.may_fuse = False  # what is reduced in this pass is to see each gradient
         # The graph ends in these, and no pass is restricted to them: FSDP has hooks elsewhere.
         replaced = [leaf for leaf in self.wrapper.leaves().values() if leaf.requires_grad]
@@ -363,8 +359,7 @@ class WrappedWindow(Window):
         """
         assert self.sums is not None
         grads = [
-            torch.zeros_like(p, requires_grad=False) if p.grad is None else arrays.strided(p.grad)
-            for p in self.inputs
+            torch.zeros_like(p) if p.grad is None else arrays.strided(p.grad) for p in self.inputs
         ]
         if not self.wrapper.fresh:
             grads = arrays.in_own_memory(grads)
