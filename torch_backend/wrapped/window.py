@@ -237,12 +237,10 @@ class WrappedWindow(Window):
         """Waits for the other replicas; whether this is the last pass of all. FuncgaError if one
         has failed. `is_known`: whether all that this replica has folded is known.
         """
-        # What the first group has agreed on stays: later passes add nothing on any of its replicas.
         first, *others = self.merges
-        last = first.agree(last, is_known=is_known)
         for merge in others:
             last = merge.agree(last, is_known=False)
-        return last
+        return first.agree(last, is_known=is_known)
 
     def seed_of(self, weight: Scalar) -> float:
         """The cotangent of a loss. Sums that have no unit are to be sums over the replicas."""
