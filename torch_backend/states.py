@@ -7,7 +7,6 @@ alike.
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -94,12 +93,16 @@ def _weighed(
     values: Sequence[torch.Tensor], sums: Sequence[torch.Tensor], weight: torch.Tensor
 ) -> list[torch.Tensor]:
     """The values times a weight on a device, in the dtypes of their sums."""
-    on = cache(lambda device, dtype: (weight.to(device, dtype), weight.to(device) != 0))
-    products = list[torch.Tensor]()
+    factors: dict[object, tuple[torch.Tensor, ...]] = {}
+    products: list[torch.Tensor] = []
     for value, total in zip(values, sums, strict=True):
-        factor, counts = on(value.device, total.dtype)
+        kind = value.device, total.dtype
+        if kind not in factors:
+            factor = weight.to(*kind)
+            factors[kind] = factor, factor != 0, torch.zeros_like(factor)
+        factor, counts, zero = factors[kind]
         # `where` selects: of a weight of 0 not even a NaN is added.
-        products.append(torch.where(counts, value.to(total.dtype) * factor, 0))
+        products.append(torch.where(counts, value.to(total.dtype) * factor, zero))
     return products
 
 
@@ -176,12 +179,15 @@ def zeros_like(
     to them.
     """
     zeros: list[Any] = [*leaves]
-    zero = cache(lambda dtype, device: torch.zeros((), dtype=dtype, device=device))
+    shared: dict[Any, torch.Tensor] = {}
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):
             dtype = (dtypes or {}).get(leaf.dtype, leaf.dtype)
             if views and type(leaf) in PLAIN and leaf.numel() > 1:
-                zeros[index] = zero(dtype, leaf.device).expand(leaf.shape)
+                kind = dtype, leaf.device
+                if kind not in shared:
+                    shared[kind] = torch.zeros((), dtype=dtype, device=leaf.device)
+                zeros[index] = shared[kind].expand(leaf.shape)
             else:
                 zeros[index] = torch.zeros_like(leaf, dtype=dtype)
     return zeros

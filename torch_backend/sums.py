@@ -201,17 +201,11 @@ class Sums:
 
     def add_reduced(self, values: Mapping[int, Any], weight: Scalar) -> None:
         """Folds the reduced ones of these leaves in, all that are added alike in one kernel."""
-        of, kinds = self.of, self.folding.kinds
-        # A weight that is a tensor is that of a transform, in which no kernel adds.
-        factors: dict[Any, Any] = {"weighted": self.share(weight), "plain": 1}
-        added: dict[Any, list[int]] = {kind: [] for kind in factors}
-        dense = {
-            index: arrays.strided(values[index]) for index in values if index in self.folding.folds
-        }
+        of, folds, kinds = self.of, self.folding.folds, self.folding.kinds
+        dense = {index: arrays.strided(values[index]) for index in values if index in folds}
         for index, value in dense.items():
-            fold = self.folding.folds[index]
+            fold = folds[index]
             if kinds[index] is not None:
-                added[kinds[index]].append(index)
                 if of[index] is None:
                     of[index] = arrays.zeros(value, fold.accumulator_dtype)
                 continue
@@ -221,10 +215,12 @@ class Sums:
             # A monoid of the user's may return its argument, whose memory belongs to grad_fn.
             if of[index] is value:
                 of[index] = value.clone()
-        for kind, indices in added.items():
-            if indices and factors[kind]:  # a weight of 0 adds nothing, not even a NaN
+        # A weight that is a tensor is that of a transform, in which no kernel adds.
+        for kind, factor in (("weighted", self.share(weight)), ("plain", 1)):
+            indices = [index for index in dense if kinds[index] == kind]
+            if indices and factor:  # a weight of 0 adds nothing, not even a NaN
                 sums, more = [of[index] for index in indices], [dense[index] for index in indices]
-                arrays.add(sums, more, factors[kind])
+                arrays.add(sums, more, factor)
 
     # --- the end of the window
 
