@@ -99,10 +99,10 @@ def _weighed(
         kind = value.device, total.dtype
         if kind not in factors:
             factor = weight.to(*kind)
-            factors[kind] = factor, factor != 0, torch.zeros_like(factor)
-        factor, counts, zero = factors[kind]
+            factors[kind] = factor, factor != 0
+        factor, counts = factors[kind]
         # `where` selects: of a weight of 0 not even a NaN is added.
-        products.append(torch.where(counts, value.to(total.dtype) * factor, zero))
+        products.append(torch.where(counts, value.to(total.dtype) * factor, 0))
     return products
 
 
