@@ -14,7 +14,7 @@ Design note: docs/concepts/inside_replicas.md.
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from torch_backend.reduce.header import (
     nothing_to_fold,
 )
 from torch_backend.reduce.wire import Addition, gather
-from torch_backend.replicas import InTurn, Replicas, explained, replicas_of
+from torch_backend.replicas import InTurn, Replicas, replicas_of
 from torch_backend.sums import Sums, power_below
 
 
@@ -294,39 +294,3 @@ def reductions_of(across: Any, memory: Memory) -> list[Reduction]:
     # What is counted for a wrapped module is merged over what its wrapper says.
     several = across if isinstance(across, InTurn) else [replicas_of(across)]
     return [Reduction(memory, replicas) for replicas in several]
-
-
-# --- the context of a call
-
-
-@contextmanager
-def telling(
-    windows: Sequence[tuple[Memory, Callable[[], AbstractContextManager[object]]]],
-) -> Iterator[None]:
-    """A context of one call of a step, in which other replicas are told of an error, and errors of
-    collectives say what they mean.
-
-    `windows` are those of the call, in their order: where each is counted, and what begins it. One
-    that has not begun begins then, and ends: the others have begun as many, and wait in one of
-    them.
-    """
-    counted = [(memory.keep(Histories), begin) for memory, begin in windows]
-    for histories, _ in counted:
-        histories.begun = 0
-    try:
-        with explained():
-            yield
-    except BaseException:
-        for histories, begin in counted:
-            if not histories.begun:
-                with suppress(Exception), begin():
-                    raise RuntimeError from None  # ends a window in which nothing was folded
-            for history in histories.values():
-                if history.running is not None:
-                    history.running.abort()
-                # The others may have the result already. Each header says what is finished here, so
-                # that the next window is refused on all of them.
-                history.finished = min(history.finished, history.begun - 1)
-                if history.differs:
-                    raise  # the others may have other windows in this call, and wait in none
-        raise
