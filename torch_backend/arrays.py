@@ -83,17 +83,13 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.int64 if dtype.itemsize < 4 else dtype
 
 
-def _is_number_of_host(array: torch.Tensor) -> bool:
-    """Whether operators take it together with arrays of any device."""
-    return array.is_cpu and not array.ndim
-
-
 def cast(array: Scalar, dtype: torch.dtype, beside: torch.Tensor | None = None) -> torch.Tensor:
     """The array, or number, in a dtype, and on the device of the one beside it."""
     if not isinstance(array, torch.Tensor):
         # `full` takes half the time of `tensor`, which can read any sequence.
         return torch.full((), array, dtype=dtype, device="cpu")
-    if beside is None or _is_number_of_host(array) or _is_number_of_host(beside):
+    # Operators take a number of the host together with arrays of any device.
+    if beside is None or any([x.is_cpu and not x.ndim for x in (array, beside)]):
         return array.to(dtype)
     return array.to(beside.device, dtype)
 

@@ -58,7 +58,9 @@ class Reduction:
 
     def __init__(self, memory: Memory, replicas: Replicas):
         self.replicas, self.channel, histories = replicas, replicas.channel, memory.keep(Histories)
-        history = self.history = histories.setdefault(replicas.group, History(memory, replicas))
+        if replicas.group not in histories:
+            histories[replicas.group] = History(memory, replicas)
+        history = self.history = histories[replicas.group]
         # Every window counts, merged or not: by that replicas notice that they are out of step.
         histories.begun += 1
         history.begun += 1
@@ -275,7 +277,7 @@ def _portable(leaf: object) -> object:
     """
     if isinstance(leaf, torch.Tensor):
         return leaf.detach().cpu()
-    return leaf if isinstance(leaf, bool | int | float | complex | str) else None
+    return leaf if isinstance(leaf, int | float | complex | str) else None
 
 
 def reductions_of(across: Any, memory: Memory) -> list[Reduction]:
