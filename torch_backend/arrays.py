@@ -89,7 +89,7 @@ def cast(array: Scalar, dtype: torch.dtype, beside: torch.Tensor | None = None) 
         # `full` takes half the time of `tensor`, which can read any sequence.
         return torch.full((), array, dtype=dtype, device="cpu")
     # Operators take a number of the host together with arrays of any device.
-    if beside is None or any([x.is_cpu and not x.ndim for x in (array, beside)]):
+    if beside is None or any(x.is_cpu and not x.ndim for x in (array, beside)):
         return array.to(dtype)
     return array.to(beside.device, dtype)
 
