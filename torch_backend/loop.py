@@ -231,7 +231,7 @@ class Source:
             grad_fn.check_not_traced()
             if grad_fn.kind != MODULE:
                 self.wrapped, self.may_be_short = grad_fn, True
-            self.own, self.gradient = grad_fn.own_in(program.memory), grad_fn.parts
+            self.own, self.gradient = grad_fn.own_in(program.memory), grad_fn
             self.params = self.own.params
         elif isinstance(grad_fn, GradientFunction) and not arrays.in_transform():
             self.gradient = grad_fn
@@ -253,7 +253,7 @@ class Source:
                 return Distributed(merges, *window)
             return Window(*window)
         function, records = program.grad_fn, gradient is not None
-        if isinstance(function, GradientFunction):
+        if own is None and isinstance(function, GradientFunction):
             # Autograd cannot take back what it has added: a gradient that may be left out is
             # computed alone, and looked at first.
             gradient = function

@@ -38,7 +38,7 @@ from torch_backend.wrapped.ddp import Wrapper, assign
 from torch_backend.wrapped.gradient import ModuleGradient, rows_in
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class WrappedGradient(ModuleGradient):
     """The gradient function of the parameters of a module that is wrapped to reduce them."""
 
@@ -49,11 +49,6 @@ class WrappedGradient(ModuleGradient):
         """Its row of the table of what is supported."""
         return self.wrapper.kind
 
-    @property
-    def options(self) -> dict[str, str]:
-        """When it reduces."""
-        return {"sync=": repr(self.wrapper.sync)}
-
     def prepare(self) -> None:
         """Lets the module have the parameters that get gradients."""
         self.wrapper.reshard()
@@ -61,7 +56,7 @@ class WrappedGradient(ModuleGradient):
     def _alone(self, backend: Backend, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> Tree:
         # It weighs its rows. Here are no in_axes, so the first tensor tells how many there are.
         rows, whole = rows_in(args) or [1], (None,) * len(args)
-        program = Program(self, mean(), lambda: rows[0], whole, memory=self.memory_alone)
+        program = Program(self, mean(), lambda: rows[0], whole, memory=self.memory)
         with program.telling():
             return backend.loop.stream(program, backend)((), iter([args]), kwargs)
 
@@ -93,7 +88,7 @@ class WrappedWindow(Window):
     def __init__(self, owner: WrappedGradient, program: Program, *others: Any):
         # First, as other replicas are told of any error from here on.
         self.merges = owner.reductions(program)
-        super().__init__(program, owner.parts, *others)
+        super().__init__(program, owner, *others)
         self.program: Program = program
         self.owner, self.wrapper, self.module = owner, owner.wrapper, owner.module
         # Whether what is beside the gradients is added after the backward pass, which tells what
@@ -162,7 +157,7 @@ class WrappedWindow(Window):
                 "not wrapped."
             )
         # A gradient function that is called by itself has one micro-batch: nothing is summed.
-        is_alone = self.program.memory is self.owner.memory_alone
+        is_alone = self.program.memory is self.owner.memory
         for (name, p), fold in zip(self.leaves.trees[OWN].items(), folds, strict=True):
             promised, dtype = fold.accumulator_dtype, self.wrapper.sums_in(p)
             if torch.promote_types(dtype, promised) != dtype and not is_alone:

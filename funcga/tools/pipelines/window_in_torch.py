@@ -292,7 +292,7 @@ def _zero(output: Tree) -> torch.Tensor:
     return total
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class PipelineGradient(WrappedGradient):
     """The gradient function of the stages of this process, made by `pipeline_value_and_grad`.
 
