@@ -246,16 +246,16 @@ def process_groups_of(group: ParamGroup) -> list[Any]:
     return [process_group for process_group in groups if process_group is not None]
 
 
-def dtype_of_sums(group: ParamGroup, sharded: torch.Tensor) -> torch.dtype | None:
-    """What passes without synchronisation sum the gradients of a sharded parameter in; None for its
-    own dtype, and for one that is not in the group.
-    """
-    for param in group.fsdp_params:
-        if param.sharded_param is sharded:
-            in_grad = sharded.grad_dtype if holds_sums_in_grad(group) else None
-            policy = param.mp_policy
-            return policy.reduce_dtype or in_grad or policy.param_dtype  # type: ignore[no-any-return]
-    return None
+def dtype_of_sums(groups: list[ParamGroup], sharded: torch.Tensor) -> torch.dtype:
+    """What passes without synchronisation sum the gradients of a sharded parameter in."""
+    for group in groups:
+        for param in group.fsdp_params:
+            if param.sharded_param is sharded:
+                in_grad = sharded.grad_dtype if holds_sums_in_grad(group) else None
+                policy: Any = param.mp_policy
+                dtype: torch.dtype = policy.reduce_dtype or in_grad or policy.param_dtype
+                return dtype or sharded.dtype
+    return sharded.dtype
 
 
 def values_in_a_window(group: ParamGroup) -> list[tuple[Any, str, object]]:

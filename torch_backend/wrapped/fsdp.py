@@ -74,8 +74,7 @@ class FSDP2(Wrapper):
         """
         if self.sync == "every":
             return param.dtype
-        dtypes = [_private.dtype_of_sums(group, param) for group in self.param_groups]
-        return next(filter(None, dtypes), param.dtype)
+        return _private.dtype_of_sums(self.param_groups, param)
 
     def flags(self, syncs: bool) -> Flags:
         """Those of set_requires_gradient_sync, set_requires_all_reduce, set_is_last_backward."""
