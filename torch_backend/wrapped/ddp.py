@@ -39,11 +39,12 @@ class Wrapper:
     equally many micro-batches, even if all but the last wait. `kind`: its row of the table of what
     is supported. `searches`: whether unused parameters are marked ready before the backward pass
     begins, as with find_unused_parameters=True. `begins_with_buffers`: whether the first forward
-    pass of a window may broadcast buffers. `remedy`: what to do where sums in 16 bits are refused.
-    `sync`: when it reduces, as module_value_and_grad says.
+    pass of a window may broadcast buffers. `takes_outer`: whether sync="outer" is for it, on a mesh
+    of two dimensions. `remedy`: what to do where sums in 16 bits are refused. `sync`: when it
+    reduces, as module_value_and_grad says.
     """
 
-    fresh = in_step = searches = begins_with_buffers = False
+    fresh = in_step = searches = begins_with_buffers = takes_outer = False
     kind = supported.WRAPPED
     remedy = "Keep parameters in float32, and let the module compute under torch.autocast."
 
@@ -54,11 +55,6 @@ class Wrapper:
     def meets_in_every_pass(self) -> bool:
         """Whether every pass of a window communicates, so that all replicas need equally many."""
         return self.in_step or self.sync != "last"
-
-    @property
-    def has_outer(self) -> bool:
-        """Whether sync="outer" is for it."""
-        return False
 
     def covered(self) -> set[int]:
         """The ids of the parameters whose gradients it reduces."""
@@ -83,7 +79,7 @@ class Wrapper:
                 f"ranks {first} and {other}, so there is no one set of replicas to weigh "
                 f"micro-batches over. Give every part the same process group or mesh; {LET_FUNCGA}."
             )
-        if self.sync == "outer" and not self.has_outer:
+        if self.sync == "outer" and not (self.takes_outer and self.groups[0][1:]):
             raise FuncgaError(
                 f'sync="outer" was asked of {self.name}, which has no outer mesh to all-reduce '
                 "over. It is for fully_shard with a mesh of two dimensions (HSDP). Write "

@@ -19,7 +19,7 @@ class FSDP2(Wrapper):
     each pass makes.
     """
 
-    fresh = in_step = True
+    fresh = in_step = takes_outer = True
     remedy = (
         "Say that it sums in float32: fully_shard(module, "
         "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))."
@@ -49,11 +49,6 @@ class FSDP2(Wrapper):
         """
         for part in self.parts:
             part.reshard()
-
-    @property
-    def has_outer(self) -> bool:
-        """Whether the mesh has two dimensions."""
-        return len(self.groups[0]) == 2
 
     def leaves(self) -> dict[int, torch.Tensor]:
         """The unsharded parameters, which are made at the first forward pass."""
