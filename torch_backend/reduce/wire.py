@@ -39,8 +39,8 @@ class Addition:
             totals.append(total if sent is None else sent(torch, total))
             sums.of[leaf] = None
         device = agreement.device
-        known = [torch.as_tensor(count if torch.is_tensor(count) else 0.0) for count in counts]
-        known = [count.to(device, torch.float64, copy=True) for count in known]
+        known = [count if torch.is_tensor(count) else 0.0 for count in counts]
+        known = [torch.as_tensor(x, dtype=torch.float64, device=device).clone() for x in known]
         arrays, self.structure = trees.flatten((totals, known))
         # An array of other strides than usual is made anew like one without memory: numbers travel
         # in the order of a contiguous one.
