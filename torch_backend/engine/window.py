@@ -81,7 +81,7 @@ class Window(ExitStack):
     # Whether a leaf has hooks of the user's, and a cotangent may be a weight: set by `_bind`.
     hooked = takes_weights = False
     share: float | None = None  # of all micro-batches, in such a window; set by `_bind`
-    # What the last pass started from, and its type, dtype, device, value; set by `backward`.
+    # What the last pass started from, and its dtype, device and value; set by `backward`.
     cotangent: tuple[tuple[object, ...], Any] = (), None
     writes = 0  # set after each pass: how much has been added to the `.grad`s
     begun = False  # whether each of the inputs has its sum as its `.grad`
@@ -304,9 +304,8 @@ class Window(ExitStack):
             inputs, others = functions.restriction(self, loss, leaves)
         on_host = self.plan.on_host and loss.is_cpu
         # One tensor serves all passes from the same cotangent, unless somebody has written to it.
-        kind = type(loss), getattr(loss, "placements", None), loss.dtype, loss.device, seed
-        known, cotangent = self.cotangent
-        if (*kind, 0) != (*known, getattr(cotangent, "_version", None)):
+        kind, (known, cotangent) = (loss.dtype, loss.device, seed), self.cotangent
+        if kind != known or type(loss) is not torch.Tensor or cotangent._version:
             cotangent = torch.full_like(loss, seed, requires_grad=False)
             self.cotangent = kind, cotangent
         watch, hooks = self.watch, _private.FORWARD_PRE_HOOKS
