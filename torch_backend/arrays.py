@@ -21,12 +21,14 @@ xp = torch
 _IS_CPU, _DTYPE = map(operator.attrgetter, ("is_cpu", "dtype"))
 
 
-def is_array(leaf: object) -> bool:
-    """Whether the leaf can be split and folded as it is."""
+def owns(leaf: object) -> bool:
+    """Whether only this framework can have made the leaf."""
     return isinstance(leaf, torch.Tensor)
 
 
-owns = is_array  # no other framework makes tensors
+def is_array(leaf: object) -> bool:
+    """Whether the leaf can be split and folded as it is."""
+    return isinstance(leaf, torch.Tensor)
 
 
 def as_array(leaf: object) -> torch.Tensor:
