@@ -192,12 +192,13 @@ class Reduction:
                 # All send the same shapes: where nothing is folded it is the identity.
                 if of[leaf] is None:
                     of[leaf] = sums.folding.folds[leaf].identity(agreement.likes[leaf])
-                self.specs[leaf], of[leaf] = spec_of(of[leaf]), local(of[leaf])
+                if type(of[leaf]) is not torch.Tensor:
+                    self.specs[leaf], of[leaf] = spec_of(of[leaf]), local(of[leaf])
             counts = sums.total, sums.steps, sums.rejected
             told = counts if any(report.on_device for report in self.reports) else ()
             # A mark of an error has to be read before the exchanges that all but sums take.
-            others = agreement.gathered or outputs.collected or outputs.threads
-            if told or agreement.summed or others:
+            others = agreement.gathered, outputs.collected, outputs.threads
+            if any((told, agreement.summed, *others)):
                 self.addition = Addition(sums, agreement, self.replicas, told)
         # If its last message is sent already when this replica fails, the others have all of the
         # window, and the next header shows that it was not finished here.

@@ -36,8 +36,8 @@ class Agreement:
 
     `key` tells it from other structures of the same step on this replica, `digest` on all of them:
     it is one of `description`, which has a text for each path. `likes` are zeros without memory
-    where the leaves of the outputs lie; None for one that is not an array, or that is reduced
-    elsewhere. `is_agreed`: whether all replicas have said that they fold this.
+    where the leaves lie that are arrays, and are reduced here. `is_agreed`: whether all replicas
+    have said that they fold this.
 
     Scalars on the host, the first few, are `numbers` in the header; all others are `summed`, or
     `gathered`. It follows from what is folded, so it is the same on every replica.
@@ -45,7 +45,7 @@ class Agreement:
 
     key: tuple[object, ...]
     outputs: Outputs
-    likes: list[Any]
+    likes: dict[int, Any]
     description: dict[str, str]
     digest: int
     numbers: list[int]
@@ -57,7 +57,7 @@ class Agreement:
     def device(self) -> torch.device:
         """Where anything travels from that is no sum."""
         host = torch.device("cpu")
-        return next((local(like).device for like in self.likes if like is not None), host)
+        return next((local(like).device for like in self.likes.values()), host)
 
 
 class History:
@@ -101,12 +101,12 @@ class History:
                 return known
         wire = replicas.wire_dtype or "accumulated"
         description = {"across": f"sent in buckets of {replicas.bucket_bytes} bytes as {wire}"}
-        likes = list[Any]()
+        likes = dict[int, Any]()
         for index, path in enumerate(outputs.paths()):
-            leaf, fold = leaves.get(index), outputs.folds[index]
-            like = None if fold is None or leaf is None else _like(leaf, replicas)
-            likes.append(like)
-            description[path] = _description(outputs, index, shapes[index], like)
+            leaf = leaves.get(index)
+            if outputs.folds[index] is not None and leaf is not None:
+                likes[index] = _like(leaf, replicas)
+            description[path] = _description(outputs, index, shapes[index], likes.get(index))
         digest, ways = digest_of([*description.items()]), _ways(folding, likes)
         agreement = Agreement(key, outputs, likes, description, digest, *ways)
         self.agreements.append(agreement)
@@ -207,13 +207,13 @@ def _like(leaf: Array, replicas: Replicas) -> torch.Tensor:
     return like
 
 
-def _ways(folding: Folding, likes: list[Any]) -> tuple[list[int], list[int], list[int]]:
+def _ways(folding: Folding, likes: dict[int, Any]) -> tuple[list[int], list[int], list[int]]:
     """(numbers in the header, leaves that are summed, leaves that are gathered), of those that are
     reduced here.
     """
     numbers, summed, gathered = list[int](), list[int](), list[int]()
     for leaf, fold in folding.folds.items():
-        like, adds = likes[leaf], fold.fold.reducer.monoid.collective == "sum"
+        like, adds = likes.get(leaf), fold.fold.reducer.monoid.collective == "sum"
         is_number = type(like) is torch.Tensor and like.is_cpu and like.ndim == 0
         # A float64 holds a sum of floats.
         is_float = folding.kinds[leaf] is not None and fold.accumulator_dtype.is_floating_point
@@ -256,8 +256,7 @@ def _or_text(make: Callable[[], Any]) -> Any:
 
 def _pickled(mine: Any) -> bytes:
     """The value of an Agreement, with arrays that have no place and no memory."""
-    likes = [
-        like if like is None else torch.empty(like.shape, dtype=like.dtype, device="meta")
-        for like in mine.likes
-    ]
-    return pickle.dumps(mine.outputs.structure_of(likes))
+    leaves: list[Any] = [None] * len(mine.outputs.folds)
+    for index, like in mine.likes.items():
+        leaves[index] = torch.empty(like.shape, dtype=like.dtype, device="meta")
+    return pickle.dumps(mine.outputs.structure_of(leaves))
