@@ -113,3 +113,22 @@ def test_by_turns(how, module, x):
     loss = lambda f, x: heads[uses[-1]](f(x)).square().mean()
     others = [p for head in heads for p in head.parameters()]
     check_each_call(how, module, loss, others, uses.append, x)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_what_a_loss_computes_may_retain_its_gradient(how, module, x):
+    """As in a loop by hand, in each call and micro-batch."""
+    kept = []
+
+    def loss(f, x):
+        out = f(x)
+        out.retain_grad()
+        kept.append(out)
+        return out.square().mean()
+
+    step = step_of(how, module, loss)
+    for _ in range(3):
+        step(x)
+    assert len(kept) == 6
+    for out in kept:
+        torch.testing.assert_close(out.grad, out.detach() / out.numel())  # half of it, for two micro-batches
