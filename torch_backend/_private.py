@@ -107,12 +107,6 @@ def storage_key(tensor: torch.Tensor) -> int:
         return id(tensor)
 
 
-def is_view_of_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are one, or one is a view of the other, or both are views of a third."""
-    bases = [each if each._base is None else each._base for each in (tensor, other)]
-    return bases[0] is bases[1]
-
-
 # --- Modules --------------------------------------------------------------------------------------
 
 # The tables in which a module keeps its parameters, buffers and parts, in its `__dict__`, as in
@@ -154,8 +148,6 @@ def collectives_called(group: dist.ProcessGroup | None = None) -> int | None:
     Then no loss is known to communicate, and a window in which one does needs equal weights on all
     replicas.
     """
-    if not (dist.is_available() and dist.is_initialized()):
-        return 0
     try:
         groups: list[Any] = [*dist.distributed_c10d._world.pg_map] if group is None else [group]
         return sum([int(each._get_sequence_number_for_group()) for each in groups])
@@ -254,14 +246,16 @@ def process_groups_of(group: ParamGroup) -> list[Any]:
     return [process_group for process_group in groups if process_group is not None]
 
 
-def dtype_of_sums(group: ParamGroup, sharded: torch.Tensor) -> torch.dtype | None:
-    """What passes without synchronisation sum the gradients of a sharded parameter in; None for its
-    own dtype, and for one that is not in the group.
-    """
-    in_grad = sharded.grad_dtype if holds_sums_in_grad(group) else None
-    policies = [param.mp_policy for param in group.fsdp_params if param.sharded_param is sharded]
-    dtypes = [policy.reduce_dtype or in_grad or policy.param_dtype for policy in policies]
-    return next(iter(dtypes), None)
+def dtype_of_sums(groups: list[ParamGroup], sharded: torch.Tensor) -> torch.dtype:
+    """What passes without synchronisation sum the gradients of a sharded parameter in."""
+    for group in groups:
+        for param in group.fsdp_params:
+            if param.sharded_param is sharded:
+                in_grad = sharded.grad_dtype if holds_sums_in_grad(group) else None
+                policy: Any = param.mp_policy
+                dtype: torch.dtype = policy.reduce_dtype or in_grad or policy.param_dtype
+                return dtype or sharded.dtype
+    return sharded.dtype
 
 
 def values_in_a_window(group: ParamGroup) -> list[tuple[Any, str, object]]:
@@ -272,9 +266,11 @@ def values_in_a_window(group: ParamGroup) -> list[tuple[Any, str, object]]:
     empty: of a group, and of each parameter. From torch 2.15 on those of parameters are the `.grad`
     of the unsharded ones.
     """
-    others = "gradient_divide_factor", "_partial_reduce_output"
-    values: list[tuple[Any, str, object]] = [(group, name, None) for name in others]
-    values.append((group, "reduce_scatter_unused_params", True))
+    values: list[tuple[Any, str, object]] = [
+        (group, "gradient_divide_factor", None),
+        (group, "_partial_reduce_output", None),
+        (group, "reduce_scatter_unused_params", True),
+    ]
     if hasattr(group, _OUTER_LAYOUT):
         values.append((group, _OUTER_LAYOUT, {}))
     params = [] if holds_sums_in_grad(group) else group.fsdp_params
@@ -311,14 +307,16 @@ def waiting_sums(group: ParamGroup) -> list[torch.Tensor | None]:
     return [getattr(param, _SUM, None) for param in group.fsdp_params]
 
 
-def sync_flags(group: ParamGroup, scatters: bool, all_reduces: bool) -> list[tuple[Any, str, bool]]:
-    """What set_requires_gradient_sync and set_requires_all_reduce set, as (object, name, value)."""
-    return [(group, "reduce_grads", scatters), (group, "all_reduce_grads", all_reduces)]
-
-
-def last_backward_flag(module: Any, is_last: bool) -> tuple[Any, str, bool]:
-    """The attribute that set_is_last_backward sets, as (object, name, value)."""
-    return module._get_fsdp_state()._state_ctx, "is_last_backward", is_last
+def sync_flags(
+    modules: list[Any], groups: list[ParamGroup], scatters: bool, syncs: bool
+) -> list[tuple[Any, str, bool]]:
+    """What set_requires_gradient_sync, set_requires_all_reduce and set_is_last_backward set, as
+    (object, name, value).
+    """
+    flags = [(group, "reduce_grads", scatters) for group in groups]
+    flags += [(group, "all_reduce_grads", syncs) for group in groups]
+    contexts = [module._get_fsdp_state()._state_ctx for module in modules]
+    return flags + [(context, "is_last_backward", syncs) for context in contexts]
 
 
 def reset_fsdp2(module: Any) -> None:

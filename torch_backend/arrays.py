@@ -2,6 +2,7 @@
 
 import math
 import operator
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -9,16 +10,15 @@ from typing import Any
 
 import torch
 
-from funcga._fold import Tally
 from funcga._fold import describe as describe
 from funcga._types import Dtype, Scalar
 from funcga.errors import FuncgaError
 from torch_backend import _private
-from torch_backend.dtensor import as_dtensor, is_dtensor, local_tensors
+from torch_backend.dtensor import as_dtensor, is_dtensor, local, local_tensors, redistributed
 
 xp = torch
 
-_IS_CPU, _DTYPE, _NBYTES, _CDATA = map(operator.attrgetter, ("is_cpu", "dtype", "nbytes", "_cdata"))
+_IS_CPU, _DTYPE = map(operator.attrgetter, ("is_cpu", "dtype"))
 
 
 def is_array(leaf: object) -> bool:
@@ -38,7 +38,8 @@ def as_array(
     if isinstance(leaf, torch.Tensor):
         if dtype is None:
             return leaf
-        if beside is None or _is_number_of_host(leaf) or _is_number_of_host(beside):
+        # Operators take a number of the host together with arrays of any device.
+        if beside is None or any(each.is_cpu and not each.ndim for each in (leaf, beside)):
             return leaf.to(dtype)
         return leaf.to(beside.device, dtype)
     if dtype is not None:
@@ -57,11 +58,6 @@ def as_dtype(dtype: Dtype) -> torch.dtype:
     if not isinstance(named, torch.dtype):
         raise FuncgaError(f"{dtype!r} is no dtype of torch. Give one by name: dtype='float32'.")
     return named
-
-
-def _is_number_of_host(array: torch.Tensor) -> bool:
-    """Whether operators take it together with arrays of any device."""
-    return array.is_cpu and not array.ndim
 
 
 def slice(array: torch.Tensor, axis: int, start: int, size: int) -> torch.Tensor:
@@ -90,12 +86,12 @@ def scalar(weight: Scalar) -> Scalar:
     return weight.item()
 
 
-def tally(weight: Scalar, steps: int = 1) -> Tally:
-    """The Tally of micro-batches that weigh this much together, in the widest type that counts."""
-    if isinstance(weight, torch.Tensor):
-        wide = torch.float32 if weight.device.type == "mps" else torch.float64
-        weight = weight.to(wide if weight.is_floating_point() else torch.int64)
-    return Tally((weight,), steps)
+def counted(weight: Scalar) -> Scalar:
+    """A weight to be added to others: an array in the widest type that counts."""
+    if not isinstance(weight, torch.Tensor):
+        return weight
+    wide = torch.float32 if weight.device.type == "mps" else torch.float64
+    return weight.to(wide if weight.is_floating_point() else torch.int64)
 
 
 # --- What is differentiated -----------------------------------------------------------------------
@@ -152,22 +148,54 @@ def in_transform() -> bool:
 # --- Numbers --------------------------------------------------------------------------------------
 
 
-def divide(sums: list[torch.Tensor], total: float) -> None:
-    """Divides in place, each in its shard; zeros if nothing was folded."""
-    if total == 1:
-        return
-    if {*map(type, sums)} != {torch.Tensor}:
-        sums = local_tensors(sums)
-    if not total:
+# Each DTensor is computed with in the shard that this process has: sums that are Partial, too, so
+# that nothing is sent.
+
+
+def add(sums: list[torch.Tensor], values: list[torch.Tensor], factor: float) -> None:
+    """Adds factor * value to each sum, in place."""
+    values = local_tensors([*map(redistributed, values, sums)])
+    torch._foreach_add_(local_tensors(sums), values, alpha=factor)
+
+
+def zeros(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Zeros of this dtype that lie as a tensor does."""
+    return as_dtensor(torch.zeros_like(local(like), dtype=dtype), like)  # type: ignore[no-any-return]
+
+
+def multiply(sums: Sequence[torch.Tensor], factor: float) -> None:
+    """Multiplies in place."""
+    torch._foreach_mul_(local_tensors(sums), factor)
+
+
+def divide(sums: Sequence[torch.Tensor], total: Scalar) -> None:
+    """Divides in place; zeros if nothing was folded."""
+    sums = [*sums] if {*map(type, sums)} == {torch.Tensor} else local_tensors(sums)
+    if isinstance(total, torch.Tensor):
+        _divide_by_tensor(sums, total)
+    elif not total:
         torch._foreach_zero_(sums)
-        return
-    # On the CPU torch makes a tensor of the divisor for each sum. One tensor for all of them is
-    # faster.
-    divisor: Scalar = total
-    kinds = {*zip(map(_IS_CPU, sums), map(_DTYPE, sums), strict=True)}
-    if kinds in ({(True, torch.float32)}, {(True, torch.float64)}):
-        divisor = torch.full((), total, dtype=sums[0].dtype, device="cpu")
-    torch._foreach_div_(sums, divisor)
+    elif total != 1:
+        # On the CPU torch makes a tensor of the divisor for each sum. One tensor for all of them is
+        # faster.
+        divisor: Scalar = total
+        kinds = {*zip(map(_IS_CPU, sums), map(_DTYPE, sums), strict=True)}
+        if kinds in ({(True, torch.float32)}, {(True, torch.float64)}):
+            divisor = torch.full((), total, dtype=sums[0].dtype, device="cpu")
+        torch._foreach_div_(sums, divisor)
+
+
+def _divide_by_tensor(sums: Sequence[torch.Tensor], total: torch.Tensor) -> None:
+    """The same by a number that the host does not see."""
+    is_zero = total == 0
+    divisor = torch.where(is_zero, 1, total)
+    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
+    for each in sums:
+        groups[each.device, each.dtype].append(each)
+    for kind, alike in groups.items():
+        torch._foreach_div_(alike, divisor.to(*kind))
+        for each in alike:
+            each.masked_fill_(is_zero.to(kind[0]), 0)
 
 
 def is_power_of_two(number: float) -> bool:
@@ -176,13 +204,6 @@ def is_power_of_two(number: float) -> bool:
 
 
 # --- Memory ---------------------------------------------------------------------------------------
-
-
-def owned(array: torch.Tensor, others: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The array, or a copy if it shares memory with one of the others."""
-    return (
-        array.clone() if any(_private.is_view_of_same(array, other) for other in others) else array
-    )
 
 
 def with_strides_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -239,19 +260,14 @@ def represents_exactly(dtype: torch.dtype, number: float) -> bool:
 
 def in_own_memory(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The gradients; in the place of one whose memory has other owners, or other sizes, a copy."""
-    held = gradients if {*map(type, gradients)} <= {torch.Tensor} else local_tensors(gradients)
-    storages = [*map(torch.Tensor.untyped_storage, held)]
-    # Two references to the memory are expected: that of the gradient, and the one in `storages`.
-    # Memory that is not torch's own, such as a NumPy array's, cannot be resized. Its owner does not
-    # count as a reference.
-    return [
-        gradient if count == 2 and size == needed and resizable else gradient.clone()
-        for gradient, count, size, needed, resizable in zip(
-            gradients,
-            map(_private.use_count, map(_CDATA, storages)),
-            map(torch.UntypedStorage.nbytes, storages),
-            map(_NBYTES, held),
-            map(torch.UntypedStorage.resizable, storages),
-            strict=True,
-        )
-    ]
+    owned = list[torch.Tensor]()
+    shards = gradients if {*map(type, gradients)} <= {torch.Tensor} else local_tensors(gradients)
+    for gradient, shard in zip(gradients, shards, strict=True):
+        storage = shard.untyped_storage()
+        # Two references to the memory are expected: that of the gradient, and `storage`. Memory
+        # that is not torch's own, such as a NumPy array's, cannot be resized. Its owner does not
+        # count as a reference.
+        is_own = _private.use_count(storage._cdata) == 2 and storage.resizable()
+        is_own = is_own and storage.nbytes() == shard.nbytes
+        owned.append(gradient if is_own else gradient.clone())
+    return owned

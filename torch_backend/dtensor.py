@@ -5,7 +5,7 @@ added as they are, so there is one reduction for each leaf, at the end, to the p
 parameter.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -88,6 +88,13 @@ def redistributed(value: Any, accumulator: Any) -> Any:
     if not is_dtensor(value) or value.placements == accumulator.placements:
         return value
     return value.redistribute(placements=accumulator.placements)
+
+
+def settle(sums: dict[int, Any], likes: Mapping[int, torch.Tensor]) -> None:
+    """Reduces Partial sums, to the placements of `likes`, by leaf."""
+    for index, value in sums.items():
+        if type(value) is not torch.Tensor:
+            sums[index] = without_partials(value, likes.get(index))
 
 
 def as_dtensor(local_tensor: Any, like: Any) -> Any:

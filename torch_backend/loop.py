@@ -236,7 +236,7 @@ class Source:
             grad_fn.check_not_traced()
             if grad_fn.kind != MODULE:
                 self.wrapped, self.may_be_short = grad_fn, True
-            self.own, self.gradient = grad_fn.own_in(program.memory), grad_fn.parts
+            self.own, self.gradient = grad_fn.own_in(program.memory), grad_fn
             self.params = self.own.params
         elif isinstance(grad_fn, GradientFunction) and not arrays.in_transform():
             self.gradient = grad_fn
@@ -258,7 +258,7 @@ class Source:
                 return Distributed(merges, *window)
             return Window(*window)
         function, records = program.grad_fn, gradient is not None
-        if isinstance(function, GradientFunction):
+        if own is None and isinstance(function, GradientFunction):
             # Autograd cannot take back what it has added: a gradient that may be left out is
             # computed alone, and looked at first.
             gradient = function
@@ -359,7 +359,7 @@ def on_host(weights: Sequence[Scalar]) -> Sequence[Scalar]:
 
 def _owned(leaf: Any) -> Any:
     """The initial state in memory of its own: grad_fn may update it in place."""
-    return arrays.owned(leaf, (leaf,)) if arrays.is_array(leaf) else leaf
+    return leaf.clone() if arrays.is_array(leaf) else leaf
 
 
 def _copied_rows(array: torch.Tensor, axis: int, start: int, size: int) -> torch.Tensor:

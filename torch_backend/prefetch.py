@@ -37,10 +37,8 @@ def moved(items: Iterator[tuple[Tree, ...]], device: Any) -> Iterator[tuple[Tree
             computing.wait_stream(copies)
             # The memory was allocated on the copying stream. The allocator must not reuse it while
             # the computing one still reads it.
-            for leaf in leaves:
-                if isinstance(leaf, torch.Tensor):
-                    leaf.record_stream(computing)
-        placed: tuple[Tree, ...] = trees.unflatten(structure, leaves)
-        return placed
+            for leaf in filter(torch.is_tensor, leaves):
+                leaf.record_stream(computing)
+        return trees.unflatten(structure, leaves)  # type: ignore[no-any-return]
 
     return map(put, items)  # a generator's frame would keep a reference to its last item

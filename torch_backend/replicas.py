@@ -210,26 +210,17 @@ def explained() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        is_new = COULD_NOT_MERGE not in vars(error).get("__notes__", ())
-        if is_new and (isinstance(error, dist.DistError) or "gloo/" in str(error)):
+        if isinstance(error, dist.DistError) or "gloo/" in str(error):
             error.add_note(COULD_NOT_MERGE)
         raise
 
 
-class Listener:
-    """Tells whether collectives have been called since it was made: of one group, or of any."""
-
-    def __init__(self, group: dist.ProcessGroup | None = None):
-        # A plan calls none, and knows of none that it would have called.
-        self.group, is_planned = group, PLANNED.get() is not None
-        self.before = None if is_planned else _private.collectives_called(group)
-
-    @property
-    def heard(self) -> bool | None:
-        """Whether there were any; None if torch does not tell."""
-        return (
-            None if self.before is None else _private.collectives_called(self.group) != self.before
-        )
+def collectives_called(groups: Sequence[Any] = (None,)) -> list[int | None]:
+    """How many collectives this process has called, of each group, or of all; None if torch does
+    not tell, and in a plan, which calls none, and knows of none that it would have called.
+    """
+    is_planned = PLANNED.get() is not None
+    return [None if is_planned else _private.collectives_called(group) for group in groups]
 
 
 # --------------------------------------------------------------------------------- what is the same

@@ -6,8 +6,7 @@ alike.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from funcga._fold.accumulator import Accumulation, AccumulatorState
 from funcga._types import Array, Reduced, Scalar
 from funcga.errors import FuncgaError
 from torch_backend import arrays
-from torch_backend._private import pytree
+from torch_backend._private import pytree, storage_key
 from torch_backend.arrays import without_overlap
 from torch_backend.dtensor import as_dtensor, local_tensors
 from torch_backend.parameters import PLAIN
@@ -37,55 +36,49 @@ def add(
     Those that are equally weighted are added in one kernel.
     """
     pure = arrays.in_transform()  # nothing is written to, and all stays in its graph
-    steps = arrays.scalar(window.tally.steps)
-    is_first = isinstance(steps, int) and steps == 1
-    # Sums, and those that torch adds to, by the factor of what is added.
-    sums = [*window.accumulators]
+    steps, sums = arrays.scalar(window.tally.steps), [*window.accumulators]
+    # Those that torch adds to, by the factor of what is added.
     groups: dict[Scalar, list[int]] = defaultdict(list)
     rows = zip(window.outputs.folds, leaves, weights, strict=True)
     with torch.set_grad_enabled(pure and torch.is_grad_enabled()):
         for index, (fold, value, weight) in enumerate(rows):
-            total, adds = sums[index], None if pure else getattr(fold, "adds", None)
+            if fold is None:
+                continue
+            total, adds = sums[index], None if pure else fold.adds
             # Torch adds to the sum where both are dense, and the sum has as many bits.
             is_dense = adds and type(value) is type(total) is torch.Tensor
-            wide = torch.promote_types(value.dtype, total.dtype) if is_dense else None
-            if is_dense and value.layout is torch.strided and wide is total.dtype:
+            is_dense = is_dense and value.layout is torch.strided
+            if is_dense and torch.promote_types(value.dtype, total.dtype) is total.dtype:
                 groups[1 if adds == "plain" else weight].append(index)
             else:
-                sums[index] = _combined(window, index, value, weight)
+                combined = window.combined(index, fold.lift(value, weight))
+                # A monoid of the user's may return its argument, whose memory belongs to grad_fn.
+                sums[index] = combined.clone() if combined is value else combined
         for factor, group in groups.items():
             values = [leaves[index] for index in group]
-            totals = _added([sums[index] for index in group], values, factor, is_first, donate)
+            totals = _added([sums[index] for index in group], values, factor, steps, donate)
             for index, total in zip(group, totals, strict=True):
                 sums[index] = total
     return sums
-
-
-def _combined(window: Accumulation, index: int, value: Array, weight: Scalar) -> Reduced:
-    """The accumulator of a leaf that torch does not add to."""
-    fold: Any = window.outputs.folds[index]
-    if fold is None:
-        return None
-    value = value if torch.is_grad_enabled() else value.detach()
-    combined = window.combined(index, fold.lift(value, weight))
-    # A monoid of the user's may return its argument, whose memory belongs to grad_fn.
-    return combined.clone() if combined is value else combined
 
 
 def _added(
     before: list[torch.Tensor],
     values: list[torch.Tensor],
     factor: Scalar,
-    is_first: bool,
+    steps: Scalar,
     donate: bool,
-) -> Sequence[torch.Tensor]:
-    """The sums with factor * value added to each; in their memory if `donate`."""
+) -> Iterable[torch.Tensor]:
+    """The sums with factor * value added to each; in their memory if `donate`. Those of the first
+    of the `steps` are zeros without memory.
+    """
+    is_first = isinstance(steps, int) and steps == 1
     if isinstance(factor, torch.Tensor):
         values, factor = _weighed(values, before, factor), 1
     elif factor == 1:
         factor = 1  # no float: sums of integers may be among these
     if not factor:  # adds nothing, not even a NaN
-        return [*map(torch.zeros_like, before)] if is_first else before
+        return map(torch.zeros_like, before) if is_first else before
     is_alike = [x.dtype for x in values] == [x.dtype for x in before]
     if is_first and is_alike and not before[0].is_cpu:
         # On a device it is one kernel, where adding to zeros without memory is one for each.
@@ -106,10 +99,10 @@ def _weighed(
         kind = value.device, total.dtype
         if kind not in factors:
             factor = weight.to(*kind)
-            factors[kind] = factor, factor != 0, torch.zeros_like(factor)
-        factor, counts, zero = factors[kind]
+            factors[kind] = factor, factor != 0
+        factor, counts = factors[kind]
         # `where` selects: of a weight of 0 not even a NaN is added.
-        products.append(torch.where(counts, value.to(total.dtype) * factor, zero))
+        products.append(torch.where(counts, value.to(total.dtype) * factor, 0))
     return products
 
 
@@ -131,7 +124,8 @@ def finish(window: Accumulation, tallies: Sequence[Tally], donate: bool) -> list
             if is_divided and is_same and not pure:
                 groups[total].append(index)
             else:
-                own = partial(arrays.owned, others=parts_of(reduced))
+                shared = {*map(storage_key, parts_of(reduced))}
+                own = lambda x, shared=shared: x.clone() if storage_key(x) in shared else x
                 result = fold.normalize(reduced, tally)
                 finished[index] = pytree.tree_map_only(torch.Tensor, own, result)
         for total, group in groups.items():
@@ -154,17 +148,17 @@ def scaled(leaves: Sequence[Array], factor: Scalar, donate: bool) -> list[Array]
     with torch.set_grad_enabled(pure and torch.is_grad_enabled()):
         # In place an element that two leaves share would be multiplied twice.
         separate = without_overlap(leaves) if donate else [*leaves]
-        places = [index for index, leaf in enumerate(separate) if leaf is not None]
-        shards = local_tensors([separate[index] for index in places])
+        shards = local_tensors([leaf for leaf in separate if leaf is not None])
         by: Any = factor
         if isinstance(factor, torch.Tensor):
             by = [arrays.as_array(factor, shard.dtype, shard) for shard in shards]
-        if donate and shards:
+        if not shards:
+            return separate
+        if donate:
             torch._foreach_mul_(shards, by)
-        elif shards:
-            for index, product in zip(places, torch._foreach_mul(shards, by), strict=True):
-                separate[index] = as_dtensor(product, separate[index])
-        return separate
+            return separate
+        products = iter(torch._foreach_mul(shards, by))
+        return [leaf if leaf is None else as_dtensor(next(products), leaf) for leaf in separate]
 
 
 def emptied(window: Accumulation) -> list[Reduced]:
@@ -195,7 +189,7 @@ def zeros_like(
                     shared[kind] = torch.zeros((), dtype=dtype, device=leaf.device)
                 zeros[index] = shared[kind].expand(leaf.shape)
             else:
-                zeros[index] = torch.zeros_like(leaf, dtype=dtype, requires_grad=False)
+                zeros[index] = torch.zeros_like(leaf, dtype=dtype)
     return zeros
 
 
@@ -215,7 +209,7 @@ def merged(window: Accumulation, memory: Memory, updates: Array, donate: bool) -
         window = window.in_unit(1.0)
     # The merge of a window of one call does the rest, in place: these accumulators become its sums.
     sums = Sums(Folding(window.outputs))
-    sums.total = arrays.scalar(sum([limb.to(torch.float64) for limb in window.tally.weight]))
+    sums.total = arrays.scalar(sum(map(arrays.counted, window.tally.weight)))
     sums.steps, sums.rejected = map(arrays.scalar, (window.tally.steps, window.rejected))
     has_any = (sums.steps > 0) is not False  # also where only a device knows
     sums.unit = arrays.scalar(window.unit) if has_any else None
@@ -223,7 +217,7 @@ def merged(window: Accumulation, memory: Memory, updates: Array, donate: bool) -
     if not (donate and has_any):
         accumulators = pytree.tree_map_only(torch.Tensor, torch.clone, [*accumulators])
     sums.of.update(enumerate(accumulators))
-    reduction.propose(sums, [*map(largest, accumulators)])
+    reduction.propose(sums, dict(enumerate(map(largest, accumulators))))
     del accumulators
     reduction.merge()
     return Accumulation(

@@ -5,7 +5,7 @@ Only torch has this file: XLA updates the carry of a loop in place by itself.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from types import NoneType
@@ -17,7 +17,6 @@ from funcga._fold import LeafFold, Tally, largest
 from funcga._fold.outputs import Outputs
 from funcga._types import Scalar, Tree
 from torch_backend import arrays, trees
-from torch_backend.dtensor import as_dtensor, local, local_tensors, redistributed, without_partials
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,9 +161,9 @@ class Sums:
     def hold_in(self, unit: float) -> None:
         """Rescales the weighted sums to this unit."""
         weighted = [self.of[i] for i, kind in enumerate(self.folding.kinds) if kind == "weighted"]
-        begun = local_tensors([total for total in weighted if total is not None])
+        begun = [total for total in weighted if total is not None]
         if begun and self.unit is not None and unit != self.unit:
-            torch._foreach_mul_(begun, self.unit / unit)
+            arrays.multiply(begun, self.unit / unit)
         self.unit = unit
 
     # --- a micro-batch
@@ -192,61 +191,38 @@ class Sums:
         for index in outputs.collected:
             # Copied, because grad_fn may reuse its buffer, as a captured CUDA graph does.
             self.collected[index].append(arrays.strided(values[index]).clone())
-        threaded = [values[index] for index in outputs.threads]
         # Copied, because state may be a view of the micro-batch, which is freed next.
         self.state = [
             leaf.clone() if arrays.is_array(leaf) and not self.folding.pure else leaf
-            for leaf in threaded
+            for leaf in map(values.__getitem__, outputs.threads)
         ]
-        self.total = self.total + arrays.tally(weight).weight[0]
+        self.total = self.total + arrays.counted(weight)
         self.steps += 1
 
     def add_reduced(self, values: Mapping[int, Any], weight: Scalar) -> None:
         """Folds the reduced ones of these leaves in, all that are added alike in one kernel."""
-        groups: dict[Any, dict[int, torch.Tensor]] = {None: {}, "weighted": {}, "plain": {}}
-        for index, value in values.items():
-            if index in self.folding.folds:
-                groups[self.folding.kinds[index]][index] = arrays.strided(value)
-        for index, value in groups[None].items():
-            self._combine(index, value, weight)
-        # A weight that is a tensor is that of a transform, which has no sums here.
-        self._add_scaled(groups["weighted"], self.share(weight))
-        self._add_scaled(groups["plain"], 1)
-
-    def _add_scaled(self, values: dict[int, torch.Tensor], factor: Any) -> None:
-        """Adds factor * value to each sum; a factor of 0 adds nothing, not even a NaN."""
-        of, folds = self.of, self.folding.folds
-        begun = [index for index in values if of[index] is not None]
-        new = [index for index in values if of[index] is None]
-        if begun and factor:
-            # Each in its shard: Partial sums of DTensors are added without a collective.
-            more = local_tensors([redistributed(values[index], of[index]) for index in begun])
-            torch._foreach_add_(local_tensors([of[index] for index in begun]), more, alpha=factor)
-        for index in new:
-            first = local(values[index]).to(folds[index].accumulator_dtype, copy=True)
-            of[index] = as_dtensor(first, values[index])
-        firsts = local_tensors([of[index] for index in new])
-        if new and not factor:
-            torch._foreach_zero_(firsts)
-        elif new and factor != 1:
-            torch._foreach_mul_(firsts, factor)
-
-    def _combine(self, index: int, value: torch.Tensor, weight: Scalar) -> None:
-        """Folds a value into a leaf whose fold is no sum."""
-        fold, before = self.folding.folds[index], self.of[index]
-        combined = fold.combine(
-            fold.identity(value) if before is None else before, fold.lift(value, weight)
-        )
-        # A monoid of the user's may return its argument, whose memory belongs to grad_fn.
-        self.of[index] = combined.clone() if combined is value else combined
+        of, folds, kinds = self.of, self.folding.folds, self.folding.kinds
+        dense = {index: arrays.strided(values[index]) for index in values if index in folds}
+        for index, value in dense.items():
+            fold = folds[index]
+            if kinds[index] is not None:
+                if of[index] is None:
+                    of[index] = arrays.zeros(value, fold.accumulator_dtype)
+                continue
+            if of[index] is None:
+                of[index] = fold.identity(value)
+            of[index] = fold.combine(of[index], fold.lift(value, weight))
+            # A monoid of the user's may return its argument, whose memory belongs to grad_fn.
+            if of[index] is value:
+                of[index] = value.clone()
+        # A weight that is a tensor is that of a transform, in which no kernel adds.
+        for kind, factor in (("weighted", self.share(weight)), ("plain", 1)):
+            indices = [index for index in dense if kinds[index] == kind]
+            if indices and factor:  # a weight of 0 adds nothing, not even a NaN
+                sums, more = [of[index] for index in indices], [dense[index] for index in indices]
+                arrays.add(sums, more, factor)
 
     # --- the end of the window
-
-    def settle(self, likes: Mapping[int, torch.Tensor]) -> None:
-        """Reduces Partial sums of DTensors, to the placements of `likes`, by leaf."""
-        for index, value in self.of.items():
-            if type(value) is not torch.Tensor:
-                self.of[index] = without_partials(value, likes.get(index))
 
     def result(self, finish: Callable[[list[Any]], None] | None = None) -> Tree:
         """The normalised result, in the structure of the output. The sums are empty afterwards.
@@ -259,10 +235,8 @@ class Sums:
             divisor = self.total if by == "weight" else self.steps
             unit = (self.unit or 1.0) if weighted else 1.0
             sums = [results[index] for index in indices]
-            if isinstance(divisor, torch.Tensor):
-                _divide_by_tensor(local_tensors(sums), divisor, unit)
-            elif divisor != unit:
-                arrays.divide(sums, float(divisor / unit))
+            if isinstance(divisor, torch.Tensor) or divisor != unit:
+                arrays.divide(sums, divisor / unit)
         for index, dtype in folding.cast:
             results[index] = results[index].to(dtype)
         for index in folding.normalized:
@@ -279,15 +253,16 @@ class Sums:
     @property
     def tally(self) -> Tally:
         """How much has been folded."""
-        return arrays.tally(self.total, self.steps)
+        return Tally((self.total,), self.steps)
 
     def _normalized(self, index: int, reduced: Any) -> Any:
-        fold, tally = self.folding.folds[index], self.tally
-        if self.folding.kinds[index] == "weighted" and self.unit not in (None, 1.0):
-            local(reduced).mul_(self.unit)
+        folding, tally = self.folding, self.tally
+        if folding.kinds[index] == "weighted" and self.unit not in (None, 1.0):
+            arrays.multiply([reduced], self.unit)
         if largest(reduced).is_cpu:  # elsewhere the host sees nothing of it
-            fold.check_known(reduced, tally, lambda: self.folding.outputs.paths()[index])
-        return fold.normalize(reduced, tally)
+            where = lambda: folding.outputs.paths()[index]
+            folding.folds[index].check_known(reduced, tally, where)
+        return folding.folds[index].normalize(reduced, tally)
 
 
 def power_below(number: float) -> float:
@@ -298,16 +273,3 @@ def power_below(number: float) -> float:
 def _power_above(number: float) -> float:
     """The smallest power of two that is not below a positive number."""
     return number if arrays.is_power_of_two(number) else 2 * power_below(number)
-
-
-def _divide_by_tensor(sums: Sequence[torch.Tensor], divisor: torch.Tensor, unit: float) -> None:
-    """Divides in place by a number that the host does not see; by 0, to zeros."""
-    is_zero = divisor == 0
-    by = torch.where(is_zero, 1, divisor / unit)
-    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for total in sums:
-        groups.setdefault((total.device, total.dtype), []).append(total)
-    for kind, alike in groups.items():
-        torch._foreach_div_(alike, by.to(*kind))
-        for total in alike:
-            total.masked_fill_(is_zero.to(kind[0]), 0)

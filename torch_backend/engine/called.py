@@ -17,6 +17,7 @@ from funcga._call.arguments import Arguments
 from funcga._grad import GradientFunction
 from funcga._types import GradFn, Scalar, Tree
 from torch_backend import arrays, trees
+from torch_backend.dtensor import settle
 from torch_backend.modules.checks import check_unfrozen
 from torch_backend.reduce import Reduction
 from torch_backend.reduce.absent import adopted, with_a_blank_row
@@ -115,7 +116,7 @@ class Called:
             outputs, leaves = program.bind(value, arguments)
             self.sums = Sums(Folding(outputs, pure=self.pure))
             for merge in self.merges:
-                merge.propose(self.sums, leaves)
+                merge.propose(self.sums, dict(enumerate(leaves)))
         else:
             leaves = self.sums.folding.outputs.leaves(value, f"micro-batch {self.count}")
         del value
@@ -142,7 +143,7 @@ class Called:
         """The normalised result, in the structure of grad_fn's output."""
         assert self.sums is not None
         with self.quiet:
-            self.sums.settle({})
+            settle(self.sums.of, {})
             return self._merged(self.sums)
 
     def _merged(self, sums: Sums) -> Tree:
@@ -168,7 +169,7 @@ class Called:
             outputs, leaves = program.bind(self.grad_fn(*blank), arguments)
             sums = Sums(Folding(outputs))
             for merge in self.merges:
-                merge.propose(sums, leaves)
+                merge.propose(sums, dict(enumerate(leaves)))
         sums.state = state
         return self._merged(sums)
 

@@ -5,16 +5,16 @@
     merge     everything is sent, in one order on all replicas, before anything is waited for
     abort     an error ends the window here, and the others are told
 
-A window that communicates by itself has the replicas `meet` before it does: a header without more.
+A window that communicates by itself has the replicas agree before it does that all of them go on.
 
 Only torch has this package: in JAX the merge is a psum after the loop.
 
 Design note: docs/concepts/inside_replicas.md.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
-from functools import partial
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from torch_backend.reduce.header import (
     nothing_to_fold,
 )
 from torch_backend.reduce.wire import Addition, gather
-from torch_backend.replicas import InTurn, Replicas, explained, replicas_of
+from torch_backend.replicas import InTurn, Replicas, replicas_of
 from torch_backend.sums import Sums, power_below
 
 
@@ -58,7 +58,9 @@ class Reduction:
 
     def __init__(self, memory: Memory, replicas: Replicas):
         self.replicas, self.channel, histories = replicas, replicas.channel, memory.keep(Histories)
-        history = self.history = histories.setdefault(replicas.group, History(memory, replicas))
+        if replicas.group not in histories:
+            histories[replicas.group] = History(memory, replicas)
+        history = self.history = histories[replicas.group]
         # Every window counts, merged or not: by that replicas notice that they are out of step.
         histories.begun += 1
         history.begun += 1
@@ -66,70 +68,52 @@ class Reduction:
         # Where each leaf that travels lies, set by `_send`: a DTensor travels as its shard.
         self.specs: dict[int, Any] = {}
 
-    def propose(self, sums: Sums, leaves: Sequence[Array]) -> None:
-        """Takes the sums of a window whose first micro-batch has these leaves.
+    def propose(self, sums: Sums, leaves: Mapping[int, Array]) -> None:
+        """Takes the sums of a window whose first micro-batch has these leaves, by their indices.
 
-        A leaf that is None is reduced elsewhere.
+        One that is missing, or None, is reduced elsewhere.
         """
         self.sums = sums
         self.agreement = self.history.propose(sums.folding, leaves)
 
-    def meet(self, last: bool) -> bool:
-        """Waits for the other replicas, before what these reduce by themselves; whether all say
-        that it is the last such.
-
-        Raises FuncgaError, on all of them, if one has raised an error, or is in another window:
-        collectives of two windows would be taken for one another.
-        """
-        with self._same_on_all():
-            return all(report.last for report in self._exchange(self._report(last=last))())
-
-    def agree(self, last: bool = True, rebuild: Rebuild | None = None) -> bool:
-        """Tells the other replicas what is folded here, waits for what they tell, and sets the
-        unit; or is like `meet`, as long as not all of them say that this is their last pass.
+    def agree(
+        self, last: bool = True, rebuild: Rebuild | None = None, is_known: bool = True
+    ) -> bool:
+        """Waits for the other replicas; whether all say that no pass comes after the next one in
+        which they reduce something by themselves. If so, and if `is_known` what is folded here,
+        they have told each other, and the unit is set.
 
         A replica without any micro-batch is told what the others fold in a first window: `rebuild`
         makes it of a value like theirs, whose tensors have no memory.
-        Raises FuncgaError, on all replicas, if they do not do the same.
+        Raises FuncgaError, on all replicas, if one has raised an error, or if they do not do the
+        same: collectives of two windows would be taken for one another.
         """
         if self.unit:
             return True
         with self._same_on_all():
-            receive = self.exchange or self._exchange(self._report(self.agreement, last=last))
-            self.exchange = receive if last else None
+            receive = self.exchange
+            if receive is None:
+                # After what is still owed from earlier windows.
+                self.channel.send_owed()
+                mine = self._report(self.agreement if is_known else None, last=last)
+                receive = exchange_reports(self.channel, mine)
+            self.exchange = receive if last and is_known else None
             self.reports = reports = receive()
             self.exchange = None
-            if not all(report.last for report in reports):
-                return False
-            if not any(report.digest for report in reports):
-                raise nothing_to_fold()
-            self.agreement = self.history.agree(self.agreement, rebuild, reports)
-        # If all replicas have one unit, as with equal weights, nothing is rescaled. Otherwise the
-        # unit is a power of two, and a sum is rounded once at most.
-        units = {report.unit for report in reports} - {0.0} or {1.0}
-        self.unit = units.pop() if len(units) == 1 else power_below(max(units))
-        return True
-
-    def _exchange(self, mine: Report) -> Callable[[], list[Report]]:
-        """Sends the report of this replica, after what is still owed from earlier windows. Returns
-        what waits for the reports of all.
-
-        That raises FuncgaError, on all replicas, if one has failed, or they do not do the same.
-        """
-        self.channel.send_owed()
-        exchange, history = exchange_reports(self.channel, mine), self.history
-
-        def receive() -> list[Report]:
-            reports = exchange()
             # What a replica has not finished is in each header from now on: as long as the others
             # cannot know what it has left out, all windows are refused.
             if self.updates < max([report.updates for report in reports]):
-                history.finished -= 1
+                self.history.finished -= 1
             check_in_step(reports)
-            history.check_steps(reports)
-            return reports
-
-        return receive
+            self.history.check_steps(reports)
+            are_last = all(report.last for report in reports)
+            if not (is_known and are_last):
+                return are_last
+            if not any(report.digest for report in reports):
+                raise nothing_to_fold()
+            self.agreement = self.history.agree(self.agreement, rebuild, reports)
+        self.unit = _unit_of(reports)
+        return True
 
     def _report(self, agreement: Agreement | None = None, **said: Any) -> Report:
         """What this replica says: how far the step has come, and what is folded by an agreement."""
@@ -153,41 +137,30 @@ class Reduction:
     def _same_on_all(self) -> Iterator[None]:
         """A context in which a FuncgaError is raised on all replicas: none waits for this one."""
         try:
-            with explained():
-                yield
+            yield
         except FuncgaError:
-            self._close()
-            raise
-
-    def _close(self) -> None:
-        if self.history.running is self:
             self.history.running = None
+            raise
 
     def merge(self) -> None:
         """Sends everything, and waits: the sums are then those of all replicas, and the state that
         of the last one that has folded anything.
         """
-        try:
-            self.agree()
-            with self._same_on_all():
-                self._send()
-                self._receive()
-        except BaseException:
-            self.abort()
-            raise
+        self.agree()
+        with self._same_on_all():
+            self._send()
+            self._receive()
         self.end()
 
     def end(self) -> None:
         """Counts the window as finished, here as on the other replicas."""
-        self._close()
+        self.history.running = None
         self.history.finished = self.window
 
     def abort(self) -> None:
         """Unblocks the other replicas: sends the remaining messages flagged as failed, now or
         once they are ready.
         """
-        if self.history.running is not self:
-            return
         self.history.running = None
         if self.unit:
             self._send_rest()
@@ -202,7 +175,7 @@ class Reduction:
         """
         # Where this raises an error the others have raised the same, and wait for nothing.
         with suppress(FuncgaError, RuntimeError):
-            if (self.unit or self.exchange is not None) and self.agree():
+            if self.unit or (self.exchange is not None and self.agree()):
                 self._send()
             else:
                 exchange_reports(self.channel, self._report(failed=True))
@@ -219,12 +192,13 @@ class Reduction:
                 # All send the same shapes: where nothing is folded it is the identity.
                 if of[leaf] is None:
                     of[leaf] = sums.folding.folds[leaf].identity(agreement.likes[leaf])
-                self.specs[leaf], of[leaf] = spec_of(of[leaf]), local(of[leaf])
+                if type(of[leaf]) is not torch.Tensor:
+                    self.specs[leaf], of[leaf] = spec_of(of[leaf]), local(of[leaf])
             counts = sums.total, sums.steps, sums.rejected
             told = counts if any(report.on_device for report in self.reports) else ()
             # A mark of an error has to be read before the exchanges that all but sums take.
-            others = agreement.gathered or outputs.collected or outputs.threads
-            if told or agreement.summed or others:
+            others = agreement.gathered, outputs.collected, outputs.threads
+            if any((told, agreement.summed, *others)):
                 self.addition = Addition(sums, agreement, self.replicas, told)
         # If its last message is sent already when this replica fails, the others have all of the
         # window, and the next header shows that it was not finished here.
@@ -253,7 +227,11 @@ class Reduction:
         folded = [rank for rank, report in enumerate(self.reports) if report.steps]
         if state and folded:
             told = self.channel.broadcast_from(folded[-1], [*map(_portable, state)])
-            state[:] = map(partial(_taken, device=agreement.device), told, state)
+            for index, leaf in enumerate(told):
+                if isinstance(leaf, torch.Tensor):
+                    state[index] = leaf.to(agreement.device)
+                elif leaf is not None:
+                    state[index] = leaf
 
     def _count(self) -> None:
         """Takes in what all headers say: the counts, and numbers, in the order of the replicas."""
@@ -265,9 +243,8 @@ class Reduction:
             # From the unit of each replica to that of all; one without a unit has nothing to add.
             is_weighted = folding.kinds[leaf] == "weighted"
             units = [report.unit / self.unit if is_weighted else 1.0 for report in reports]
-            total = sum(
-                [r.numbers[position] * unit for r, unit in zip(reports, units, strict=True)]
-            )
+            numbers = [report.numbers[position] for report in reports]
+            total = sum(map(operator.mul, numbers, units))
             dtype = folding.folds[leaf].accumulator_dtype
             sums.of[leaf] = torch.tensor(total, dtype=dtype, device="cpu")
 
@@ -287,20 +264,21 @@ class Reduction:
             self.sums.total = self.sums.total + unknown.to(torch.float64)
 
 
+def _unit_of(reports: Sequence[Report]) -> float:
+    """The unit of the sums of all replicas."""
+    # If all replicas have one unit, as with equal weights, nothing is rescaled. Otherwise the unit
+    # is a power of two, and a sum is rounded once at most.
+    units = {report.unit for report in reports} - {0.0} or {1.0}
+    return units.pop() if len(units) == 1 else power_below(max(units))
+
+
 def _portable(leaf: object) -> object:
     """An array, number or text of the state as another process can have it; None for any other
     object, which stays each replica's own.
     """
     if isinstance(leaf, torch.Tensor):
         return leaf.detach().cpu()
-    return leaf if isinstance(leaf, bool | int | float | complex | str) else None
-
-
-def _taken(told: Any, mine: Any, device: torch.device) -> Any:
-    """A leaf of the state as another process has told it; that of this one where it could not."""
-    if isinstance(told, torch.Tensor):
-        return told.to(device)
-    return mine if told is None else told
+    return leaf if isinstance(leaf, int | float | complex | str) else None
 
 
 def reductions_of(across: Any, memory: Memory) -> list[Reduction]:
@@ -319,38 +297,3 @@ def reductions_of(across: Any, memory: Memory) -> list[Reduction]:
     # What is counted for a wrapped module is merged over what its wrapper says.
     several = across if isinstance(across, InTurn) else [replicas_of(across)]
     return [Reduction(memory, replicas) for replicas in several]
-
-
-# --- the context of a call
-
-# What begins a window, which is a context.
-Begin = Callable[[], AbstractContextManager[object]]
-
-
-@contextmanager
-def telling(windows: Sequence[tuple[Memory, Begin]]) -> Iterator[None]:
-    """A context of one call of a step, in which other replicas are told of an error.
-
-    `windows` are those of the call, in their order: where each is counted, and what begins it. One
-    that has not begun begins then, and ends: the others have begun as many, and wait in one of
-    them.
-    """
-    counted = [(memory.keep(Histories), begin) for memory, begin in windows]
-    for histories, _ in counted:
-        histories.begun = 0
-    try:
-        yield
-    except BaseException:
-        for histories, begin in counted:
-            if not histories.begun:
-                with suppress(Exception), begin():
-                    raise RuntimeError from None  # ends a window in which nothing was folded
-            for history in histories.values():
-                if history.running is not None:
-                    history.running.abort()
-                # The others may have the result already. Each header says what is finished here, so
-                # that the next window is refused on all of them.
-                history.finished = min(history.finished, history.begun - 1)
-                if history.differs:
-                    raise  # the others may have other windows in this call, and wait in none
-        raise

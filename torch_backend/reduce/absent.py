@@ -2,10 +2,9 @@
 has ended it.
 """
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,8 +16,8 @@ from funcga._call.supported import MODULE
 from funcga._types import Tree
 from torch_backend import _private, trees
 from torch_backend.reduce import Reduction, reductions_of
-from torch_backend.reduce import telling as telling_windows
-from torch_backend.replicas import are_processes
+from torch_backend.reduce.agreement import Histories
+from torch_backend.replicas import are_processes, explained
 from torch_backend.sums import Folding, Sums
 
 
@@ -35,14 +34,14 @@ def adopted(
     devices = [leaf.device for leaf in known if isinstance(leaf, torch.Tensor)]
     device = next(iter(devices), "cpu")
 
-    def rebuild(value: Tree) -> tuple[Folding, list[Any]]:
+    def rebuild(value: Tree) -> tuple[Folding, dict[int, Any]]:
         likes, structure = trees.flatten(value)
         leaves = [like if like is None else torch.empty_like(like, device=device) for like in likes]
         value = trees.unflatten(structure, leaves)
         if own is not None:  # the others say what theirs are like
             value = _with_gradients(program, value, own)
         outputs, leaves = program.bind(value, arguments)
-        return Folding(outputs), leaves
+        return Folding(outputs), dict(enumerate(leaves))
 
     merge.agree(rebuild=rebuild)
     merge.sums = Sums(Folding(merge.agreement.outputs))
@@ -80,10 +79,37 @@ def telling(programs: Sequence[Program], backend: Backend) -> AbstractContextMan
         return None
     if program.prologue is not None:
         programs = [program.prologue.program(program, backend), *programs]
-    context: AbstractContextManager[object] = _private.untraced(telling_windows)(
-        [(each.memory, partial(_given_up, each, backend)) for each in programs]
-    )
+    context: AbstractContextManager[object] = _private.untraced(_telling)(programs, backend)
     return context
+
+
+@contextmanager
+def _telling(programs: Sequence[Program], backend: Backend) -> Iterator[None]:
+    """The context itself, in which errors of collectives also say what they mean.
+
+    A window that has not begun begins then, and ends: the others have begun as many, and wait in
+    one of them.
+    """
+    counted = [(each.memory.keep(Histories), each) for each in programs]
+    for histories, _ in counted:
+        histories.begun = 0
+    try:
+        with explained():
+            yield
+    except BaseException:
+        for histories, program in counted:
+            if not histories.begun:
+                with suppress(Exception), _given_up(program, backend):
+                    raise RuntimeError from None  # ends a window in which nothing was folded
+            for history in histories.values():
+                if history.running is not None:
+                    history.running.abort()
+                # The others may have the result already. Each header says what is finished here, so
+                # that the next window is refused on all of them.
+                history.finished = min(history.finished, history.begun - 1)
+                if history.differs:
+                    raise  # the others may have other windows in this call, and wait in none
+        raise
 
 
 def _given_up(program: Program, backend: Backend) -> AbstractContextManager[object]:

@@ -7,7 +7,7 @@ structure as it has nothing to fold, more is told.
 
 import pickle
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
@@ -27,7 +27,7 @@ from torch_backend.replicas import Replicas, check_alike
 from torch_backend.sums import Folding
 
 # Makes how a value here is folded that is like one of others, and its leaves, without memory.
-Rebuild = Callable[[Tree], tuple[Folding, Sequence[Array]]]
+Rebuild = Callable[[Tree], tuple[Folding, Mapping[int, Array]]]
 
 
 @dataclass(eq=False)
@@ -36,8 +36,8 @@ class Agreement:
 
     `key` tells it from other structures of the same step on this replica, `digest` on all of them:
     it is one of `description`, which has a text for each path. `likes` are zeros without memory
-    where the leaves of the outputs lie; None for one that is not an array, or that is reduced
-    elsewhere. `is_agreed`: whether all replicas have said that they fold this.
+    where the leaves lie that are arrays, and are reduced here. `is_agreed`: whether all replicas
+    have said that they fold this.
 
     Scalars on the host, the first few, are `numbers` in the header; all others are `summed`, or
     `gathered`. It follows from what is folded, so it is the same on every replica.
@@ -45,7 +45,7 @@ class Agreement:
 
     key: tuple[object, ...]
     outputs: Outputs
-    likes: list[Any]
+    likes: dict[int, Any]
     description: dict[str, str]
     digest: int
     numbers: list[int]
@@ -57,7 +57,7 @@ class Agreement:
     def device(self) -> torch.device:
         """Where anything travels from that is no sum."""
         host = torch.device("cpu")
-        return next((local(like).device for like in self.likes if like is not None), host)
+        return next((local(like).device for like in self.likes.values()), host)
 
 
 class History:
@@ -80,12 +80,11 @@ class History:
         self.digest = digest_of((self.step, [*self.options.items()]))
         self.agreements: deque[Agreement] = deque(maxlen=16)  # on the last structures
 
-    def propose(self, folding: Folding, leaves: Sequence[Array]) -> Agreement:
+    def propose(self, folding: Folding, leaves: Mapping[int, Array]) -> Agreement:
         """The Agreement on outputs that are folded so: one that there is, or one that the others
         have yet to agree to.
 
-        `leaves` are those of grad_fn's output, or what they are like; None for one that is reduced
-        elsewhere.
+        `leaves` are those of grad_fn's output that are reduced here, or what they are like.
         """
         # The plan of a step has one Outputs for all windows of a structure, so no key has to be
         # made. Where outputs may differ, as an aux may, and of any other function, each window has
@@ -94,18 +93,20 @@ class History:
         for known in self.agreements:
             if known.outputs is outputs:
                 return known
-        shapes = [_shape(outputs, index) for index in range(len(leaves))]
-        key = outputs.structure, outputs.dtypes, outputs.threads, shapes, [*map(spec_of, leaves)]
+        shapes = [_shape(outputs, index) for index in range(len(outputs.folds))]
+        specs = {index: spec_of(leaf) for index, leaf in leaves.items()}
+        key = outputs.structure, outputs.dtypes, outputs.threads, shapes, specs
         for known in self.agreements:
             if known.key == key:
                 return known
         wire = replicas.wire_dtype or "accumulated"
         description = {"across": f"sent in buckets of {replicas.bucket_bytes} bytes as {wire}"}
-        likes = list[Any]()
-        for index, (path, leaf) in enumerate(zip(outputs.paths(), leaves, strict=True)):
-            like = None if outputs.folds[index] is None or leaf is None else _like(leaf, replicas)
-            likes.append(like)
-            description[path] = _description(outputs, index, shapes[index], like)
+        likes = dict[int, Any]()
+        for index, path in enumerate(outputs.paths()):
+            leaf = leaves.get(index)
+            if outputs.folds[index] is not None and leaf is not None:
+                likes[index] = _like(leaf, replicas)
+            description[path] = _description(outputs, index, shapes[index], likes.get(index))
         digest, ways = digest_of([*description.items()]), _ways(folding, likes)
         agreement = Agreement(key, outputs, likes, description, digest, *ways)
         self.agreements.append(agreement)
@@ -206,13 +207,13 @@ def _like(leaf: Array, replicas: Replicas) -> torch.Tensor:
     return like
 
 
-def _ways(folding: Folding, likes: list[Any]) -> tuple[list[int], list[int], list[int]]:
+def _ways(folding: Folding, likes: dict[int, Any]) -> tuple[list[int], list[int], list[int]]:
     """(numbers in the header, leaves that are summed, leaves that are gathered), of those that are
     reduced here.
     """
     numbers, summed, gathered = list[int](), list[int](), list[int]()
     for leaf, fold in folding.folds.items():
-        like, adds = likes[leaf], fold.fold.reducer.monoid.collective == "sum"
+        like, adds = likes.get(leaf), fold.fold.reducer.monoid.collective == "sum"
         is_number = type(like) is torch.Tensor and like.is_cpu and like.ndim == 0
         # A float64 holds a sum of floats.
         is_float = folding.kinds[leaf] is not None and fold.accumulator_dtype.is_floating_point
@@ -255,8 +256,7 @@ def _or_text(make: Callable[[], Any]) -> Any:
 
 def _pickled(mine: Any) -> bytes:
     """The value of an Agreement, with arrays that have no place and no memory."""
-    likes = [
-        like if like is None else torch.empty(like.shape, dtype=like.dtype, device="meta")
-        for like in mine.likes
-    ]
-    return pickle.dumps(mine.outputs.structure_of(likes))
+    leaves: list[Any] = [None] * len(mine.outputs.folds)
+    for index, like in mine.likes.items():
+        leaves[index] = torch.empty(like.shape, dtype=like.dtype, device="meta")
+    return pickle.dumps(mine.outputs.structure_of(leaves))

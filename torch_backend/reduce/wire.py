@@ -39,12 +39,13 @@ class Addition:
             totals.append(total if sent is None else sent(torch, total))
             sums.of[leaf] = None
         device = agreement.device
-        known = [
-            count if torch.is_tensor(count) else torch.zeros((), device=device) for count in counts
-        ]
-        known = [count.to(device, torch.float64, copy=True) for count in known]
+        known = [count if torch.is_tensor(count) else 0.0 for count in counts]
+        known = [torch.as_tensor(x, dtype=torch.float64, device=device).clone() for x in known]
         arrays, self.structure = trees.flatten((totals, known))
-        self.forms = [(array.dtype, array.shape, _strides(array)) for array in arrays]
+        # An array of other strides than usual is made anew like one without memory: numbers travel
+        # in the order of a contiguous one.
+        likes = [None if x.is_contiguous() else torch.empty_like(x, device="meta") for x in arrays]
+        self.forms = [(x.dtype, x.shape, like) for x, like in zip(arrays, likes, strict=True)]
         # What is to be sent, and then what has come: real numbers, which every carrier adds.
         self.arrays = [
             torch.view_as_real(array.resolve_conj()) if array.is_complex() else array
@@ -106,12 +107,6 @@ class Addition:
                 total = total if leaf in folding.grads else total.clone()
             self.sums.of[leaf] = total
         return counts, mark
-
-
-def _strides(array: torch.Tensor) -> torch.Tensor | None:
-    """A tensor without memory that has the strides of an array; None for the usual ones."""
-    # Numbers travel in the order of a contiguous array.
-    return None if array.is_contiguous() else torch.empty_like(array, device="meta")
 
 
 def _dtype_sent(array: torch.Tensor, wire_dtype: torch.dtype | None) -> torch.dtype:

@@ -11,6 +11,7 @@ from typing import Any, Concatenate, overload
 import torch
 from torch import nn
 
+from funcga._call import Memory
 from funcga._types import GradFn, LossFn, P, R
 from funcga.errors import FuncgaError
 from torch_backend import _private
@@ -110,7 +111,7 @@ def module_value_and_grad(
     try:
         wrapper.check()
         if not wrapper.wrapped:
-            return ModuleGradient(module, loss_fn, has_aux, scaled)
+            return ModuleGradient(loss_fn, 0, has_aux, True, scaled, module=module)
         check_covered(module, wrapper)
     except AttributeError as error:
         raise FuncgaError(
@@ -119,7 +120,10 @@ def module_value_and_grad(
             "reduce: accumulate(funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn)), "
             "n, across=group), with the module that was wrapped."
         ) from error
-    return WrappedGradient(module, loss_fn, has_aux, scaled, wrapper)
+    memory = Memory(options={"sync=": repr(sync)})
+    return WrappedGradient(
+        loss_fn, 0, has_aux, True, scaled, memory=memory, module=module, wrapper=wrapper
+    )
 
 
 def wrapper_of(module: nn.Module, sync: str) -> Wrapper:

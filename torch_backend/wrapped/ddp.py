@@ -19,7 +19,7 @@ from funcga._call import supported
 from funcga._types import Across
 from funcga.errors import FuncgaError
 from torch_backend import _private, arrays
-from torch_backend.replicas import InTurn, Listener, Replicas, replicas_of
+from torch_backend.replicas import InTurn, Replicas, collectives_called, replicas_of
 
 LET_FUNCGA = (
     "or let funcga reduce: accumulate(funcga.value_and_grad(torch_backend.pure_loss(module, "
@@ -39,11 +39,12 @@ class Wrapper:
     equally many micro-batches, even if all but the last wait. `kind`: its row of the table of what
     is supported. `searches`: whether unused parameters are marked ready before the backward pass
     begins, as with find_unused_parameters=True. `begins_with_buffers`: whether the first forward
-    pass of a window may broadcast buffers. `remedy`: what to do where sums in 16 bits are refused.
-    `sync`: when it reduces, as module_value_and_grad says.
+    pass of a window may broadcast buffers. `takes_outer`: whether sync="outer" is for it, on a mesh
+    of two dimensions. `remedy`: what to do where sums in 16 bits are refused. `sync`: when it
+    reduces, as module_value_and_grad says.
     """
 
-    fresh = in_step = searches = begins_with_buffers = False
+    fresh = in_step = searches = begins_with_buffers = takes_outer = False
     kind = supported.WRAPPED
     remedy = "Keep parameters in float32, and let the module compute under torch.autocast."
 
@@ -54,11 +55,6 @@ class Wrapper:
     def meets_in_every_pass(self) -> bool:
         """Whether every pass of a window communicates, so that all replicas need equally many."""
         return self.in_step or self.sync != "last"
-
-    @property
-    def has_outer(self) -> bool:
-        """Whether sync="outer" is for it."""
-        return False
 
     def covered(self) -> set[int]:
         """The ids of the parameters whose gradients it reduces."""
@@ -83,7 +79,7 @@ class Wrapper:
                 f"ranks {first} and {other}, so there is no one set of replicas to weigh "
                 f"micro-batches over. Give every part the same process group or mesh; {LET_FUNCGA}."
             )
-        if self.sync == "outer" and not self.has_outer:
+        if self.sync == "outer" and not (self.takes_outer and self.groups[0][1:]):
             raise FuncgaError(
                 f'sync="outer" was asked of {self.name}, which has no outer mesh to all-reduce '
                 "over. It is for fully_shard with a mesh of two dimensions (HSDP). Write "
@@ -132,10 +128,10 @@ class Wrapper:
         return []
 
     def window(self) -> AbstractContextManager[None]:
-        """The context of a window: passes synchronise unless `waiting`, whatever the user has set,
-        and the user's own sums are put aside.
+        """The context of a window: no pass synchronises until flags say so, but for sync="every",
+        whatever the user has set; and the user's own sums are put aside.
         """
-        return assigned(self.flags(True))
+        return assigned(self.flags(self.sync == "every"))
 
     def synchronising(self) -> AbstractContextManager[None]:
         """The context of the last backward pass. Raises FuncgaError if that pass leaves out what
@@ -214,7 +210,8 @@ class DDP(Wrapper):
         """
         # A communication hook of the user's may reduce by other means than this group.
         hooked = any(map(_private.has_comm_hooks, self.wrapped))
-        listeners = [Listener(ddp.process_group) for ddp in self.wrapped if not hooked]
+        groups = [ddp.process_group for ddp in self.wrapped]
+        before = collectives_called(groups)
         yield
         # Two things can go wrong. A parameter was not reached, so its bucket was not sent. Or
         # nothing was sent, as loss_fn called the module inside of the wrapper.
@@ -228,7 +225,7 @@ class DDP(Wrapper):
                     "every micro-batch, or wrap the module with find_unused_parameters=True. Torch "
                     f"says: {missing}"
                 )
-        if listeners and all(each.heard is False for each in listeners):
+        if not (hooked or None in before) and collectives_called(groups) == before:
             raise FuncgaError(
                 f"{self.name} has reduced nothing in the last backward pass: loss_fn does not call "
                 "it, but perhaps the module inside of it, that it closes over, whose gradients "
@@ -266,10 +263,14 @@ def assigned(values: Flags) -> Iterator[None]:
     """A context in which attributes have other values, given as (object, name, value)."""
     # All are read before one is set, as the setter of one may change another.
     before = [(each, name, getattr(each, name)) for each, name, _ in values]
-    for entry in values:
-        setattr(*entry)
+    assign(values)
     try:
         yield
     finally:
-        for entry in before:
-            setattr(*entry)
+        assign(before)
+
+
+def assign(values: Flags) -> None:
+    """Sets attributes to values, given as (object, name, value)."""
+    for entry in values:
+        setattr(*entry)

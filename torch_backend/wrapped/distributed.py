@@ -13,11 +13,12 @@ import torch
 from funcga._call.arguments import Arguments
 from funcga._types import Tree
 from torch_backend import arrays, trees
+from torch_backend.dtensor import settle
 from torch_backend.engine.leaves import OWN
 from torch_backend.engine.window import Window
 from torch_backend.reduce import Reduction
 from torch_backend.reduce.absent import adopted
-from torch_backend.replicas import Listener
+from torch_backend.replicas import collectives_called
 from torch_backend.sums import Sums
 
 
@@ -29,14 +30,14 @@ class Distributed(Window):
     def __init__(self, merges: Sequence[Reduction], *window: Any):
         super().__init__(*window)
         self.merges = merges
-        self.listener = Listener()  # from here on the window hears collectives
+        self.called = collectives_called()  # before the first loss
 
     @property
     def communicates(self) -> bool:
         """Whether the loss has called collectives. Then other processes send gradients here that
         have their weights, whatever the weight is here.
         """
-        return self.listener.heard is True
+        return collectives_called() != self.called
 
     def _takes(self, seed: float, dtype: torch.dtype) -> bool:
         if self.communicates:
@@ -53,12 +54,12 @@ class Distributed(Window):
         for merge in self.merges:
             grads = [self.leaves.trees[index] for index in self.plan.indices]
             like = self.gradient.compose(loss, trees.detached(aux, True), grads)
-            merge.propose(sums, trees.flatten(like)[0])
+            merge.propose(sums, dict(enumerate(trees.flatten(like)[0])))
         return sums
 
     def merged(self, sums: Sums) -> Tree:
         """The normalised result, of all replicas."""
-        sums.settle(dict(zip(sums.folding.grads, self.inputs, strict=True)))
+        settle(sums.of, dict(zip(sums.folding.grads, self.inputs, strict=True)))
         for merge in self.merges:
             merge.merge()
         return sums.result()

@@ -5,7 +5,6 @@ Only torch has this file: in JAX nothing synchronises but what the program says.
 
 from contextlib import AbstractContextManager
 from functools import cached_property
-from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -20,7 +19,7 @@ class FSDP2(Wrapper):
     each pass makes.
     """
 
-    fresh = in_step = True
+    fresh = in_step = takes_outer = True
     remedy = (
         "Say that it sums in float32: fully_shard(module, "
         "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))."
@@ -51,11 +50,6 @@ class FSDP2(Wrapper):
         for part in self.parts:
             part.reshard()
 
-    @property
-    def has_outer(self) -> bool:
-        """Whether the mesh has two dimensions."""
-        return len(self.groups[0]) == 2
-
     def leaves(self) -> dict[int, torch.Tensor]:
         """The unsharded parameters, which are made at the first forward pass."""
         return dict(
@@ -75,21 +69,19 @@ class FSDP2(Wrapper):
         """
         if self.sync == "every":
             return param.dtype
-        dtypes = [_private.dtype_of_sums(group, param) for group in self.param_groups]
-        return next(filter(None, dtypes), param.dtype)
+        return _private.dtype_of_sums(self.param_groups, param)
 
     def flags(self, syncs: bool) -> Flags:
         """Those of set_requires_gradient_sync, set_requires_all_reduce, set_is_last_backward."""
         scatters = syncs or self.sync == "outer"
-        groups = [_private.sync_flags(group, scatters, syncs) for group in self.param_groups]
-        return [*chain(*groups), *[_private.last_backward_flag(m, syncs) for m in self.parts]]
+        return _private.sync_flags(self.parts, self.param_groups, scatters, syncs)
 
     def window(self) -> AbstractContextManager[None]:
         """The context of a window: what one replica alone has used is reduced, too, if torch can do
         that.
         """
         values = [each for g in self.param_groups for each in _private.values_in_a_window(g)]
-        return assigned([*self.flags(True), *values])
+        return assigned([*self.flags(self.sync == "every"), *values])
 
     def synchronising(self) -> AbstractContextManager[None]:
         """Lets all parameters of a group be reduced in one dtype."""

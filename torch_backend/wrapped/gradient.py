@@ -6,8 +6,8 @@ Only torch has this file: models of JAX are functions of their parameters.
 import inspect
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from funcga._backend.dispatch import load
 from funcga._call import Memory, OwningGradient
 from funcga._call.arguments import Arguments, argument_names
 from funcga._grad import GradientFunction
-from funcga._types import LossFn, Tree
+from funcga._types import Tree
 from funcga.errors import FuncgaError
 from torch_backend import _private, arrays, trees
 from torch_backend.engine.alone import value_of
@@ -27,40 +27,22 @@ from torch_backend.modules.checks import check_not_wrapped, signature_with
 from torch_backend.modules.layers import Walk, buffers_of, put_back
 
 
-@dataclass(frozen=True, eq=False)
-class ModuleGradient(OwningGradient):
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ModuleGradient(GradientFunction, OwningGradient):
     """The gradient function of the parameters of a module that nothing wraps. Made by
-    `module_value_and_grad`.
+    `module_value_and_grad`. The loss takes the module in the place of its parameters.
     """
 
     module: nn.Module
-    loss_fn: LossFn
-    has_aux: bool
-    scaled: bool
 
     @property
     def __signature__(self) -> inspect.Signature | None:
         return signature_with(self.loss_fn, [])
 
-    def __getstate__(self) -> dict[str, object]:
-        """What copy.deepcopy and pickle take: the fields, and nothing that was worked out from
-        them.
-        """
-        return {each.name: vars(self)[each.name] for each in fields(self)}
-
-    @cached_property
-    def parts(self) -> "LossOfModule":
-        """What splits the output of loss_fn, and composes that of a gradient function."""
-        return LossOfModule(self.loss_fn, 0, self.has_aux, True, self.scaled)
-
-    def without_aux(self, output: Tree) -> Tree:
-        """What it returned, without the aux."""
-        return self.parts.without_aux(output)
-
-    @cached_property
-    def memory_alone(self) -> Memory:
-        """What is kept of calls outside of any step."""
-        return Memory(options=self.options)
+    @property
+    def options(self) -> dict[str, str]:
+        """When it reduces, where the module is wrapped."""
+        return self.memory.options
 
     def __call__(self, *args: Tree, **kwargs: Tree) -> Tree:
         """The value and the gradients of one micro-batch."""
@@ -71,8 +53,7 @@ class ModuleGradient(OwningGradient):
 
     def _alone(self, backend: Backend, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> Tree:
         """The value and the gradients of a single micro-batch."""
-        own = self.own_in(self.memory_alone)
-        return value_of(self.parts, backend, args, kwargs, own=own)
+        return value_of(self, backend, args, kwargs, own=self.own_in(self.memory))
 
     def own_in(self, memory: Memory) -> Own:
         """The module, and the parameters that are trained now, for a step with this memory."""
@@ -86,10 +67,6 @@ class ModuleGradient(OwningGradient):
         """
         check_not_wrapped(self.module)
 
-    def gradient_in(self, value: Tree) -> Tree:
-        """The part of a value that is the gradient."""
-        return self.parts.gradient_in(value)
-
     def snapshot(self) -> Callable[[], None]:
         """The buffers as they are now, such as BatchNorm's running statistics; calling it puts
         them back.
@@ -99,6 +76,14 @@ class ModuleGradient(OwningGradient):
     def parameters(self) -> Sequence[torch.Tensor]:
         """The parameters of the module."""
         return [*self.module.parameters()]
+
+    def unreached(self, count: int) -> FuncgaError:
+        """The error for a loss that depends on no parameter of the module."""
+        return FuncgaError(
+            "the loss does not depend on any parameter of the module: nothing would be trained. "
+            "loss_fn uses another module, that it closes over, or it detaches what it computes. "
+            "Call the module that it is given: lambda module, x, y: F.mse_loss(module(x), y)."
+        )
 
     def check_not_traced(self) -> None:
         """Raises FuncgaError inside of torch.compile, and of a transform of torch.func."""
@@ -139,16 +124,4 @@ def _check_cut(arguments: Arguments, args: tuple[Tree, ...], rows: list[int]) ->
             f"argument, `{argument_names(arguments.grad_fn, count)[0]}`, is passed whole, and only "
             "the others are split. Split it too: accumulate(grad_fn, n, in_axes=0); or say that it "
             f"is no part of the batch: in_axes={(None,) + (0,) * (count - 1)}."
-        )
-
-
-class LossOfModule(GradientFunction):
-    """The loss of a module, whose gradients are those of its own parameters."""
-
-    def unreached(self, count: int) -> FuncgaError:
-        """The error for a loss that depends on no parameter of the module."""
-        return FuncgaError(
-            "the loss does not depend on any parameter of the module: nothing would be trained. "
-            "loss_fn uses another module, that it closes over, or it detaches what it computes. "
-            "Call the module that it is given: lambda module, x, y: F.mse_loss(module(x), y)."
         )

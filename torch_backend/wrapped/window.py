@@ -30,16 +30,15 @@ from torch_backend.engine.guards.grads import gradients_aside
 from torch_backend.engine.leaves import OWN
 from torch_backend.engine.window import Window
 from torch_backend.modules.layers import buffers_of, put_back
-from torch_backend.reduce import Reduction
+from torch_backend.reduce import Reduction, reductions_of
 from torch_backend.reduce.absent import with_a_blank_row
 from torch_backend.reduce.header import nothing_to_fold
-from torch_backend.replicas import explained
 from torch_backend.sums import Sums
-from torch_backend.wrapped.ddp import Wrapper, assigned
+from torch_backend.wrapped.ddp import Wrapper, assign
 from torch_backend.wrapped.gradient import ModuleGradient, rows_in
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class WrappedGradient(ModuleGradient):
     """The gradient function of the parameters of a module that is wrapped to reduce them."""
 
@@ -50,11 +49,6 @@ class WrappedGradient(ModuleGradient):
         """Its row of the table of what is supported."""
         return self.wrapper.kind
 
-    @property
-    def options(self) -> dict[str, str]:
-        """When it reduces."""
-        return {"sync=": repr(self.wrapper.sync)}
-
     def prepare(self) -> None:
         """Lets the module have the parameters that get gradients."""
         self.wrapper.reshard()
@@ -62,7 +56,7 @@ class WrappedGradient(ModuleGradient):
     def _alone(self, backend: Backend, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> Tree:
         # It weighs its rows. Here are no in_axes, so the first tensor tells how many there are.
         rows, whole = rows_in(args) or [1], (None,) * len(args)
-        program = Program(self, mean(), lambda: rows[0], whole, memory=self.memory_alone)
+        program = Program(self, mean(), lambda: rows[0], whole, memory=self.memory)
         with program.telling():
             return backend.loop.stream(program, backend)((), iter([args]), kwargs)
 
@@ -72,8 +66,7 @@ class WrappedGradient(ModuleGradient):
 
     def reductions(self, program: Program) -> list[Reduction]:
         """What merges a window over the replicas, one after the other."""
-        replicas = self.wrapper.replicas(program.across)
-        return [Reduction(program.memory, each) for each in replicas]
+        return reductions_of(self.wrapper.replicas(program.across), program.memory)
 
 
 class WrappedWindow(Window):
@@ -95,7 +88,7 @@ class WrappedWindow(Window):
     def __init__(self, owner: WrappedGradient, program: Program, *others: Any):
         # First, as other replicas are told of any error from here on.
         self.merges = owner.reductions(program)
-        super().__init__(program, owner.parts, *others)
+        super().__init__(program, owner, *others)
         self.program: Program = program
         self.owner, self.wrapper, self.module = owner, owner.wrapper, owner.module
         # Whether what is beside the gradients is added after the backward pass, which tells what
@@ -109,15 +102,10 @@ class WrappedWindow(Window):
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             self.own = self.own or self.owner.own_in(self.program.memory)
-            stack.enter_context(explained())
             stack.enter_context(self.wrapper.window())
             super().__enter__()
             self.watch = None  # FSDP has other parameters in a module than the leaves
             stack.enter_context(gradients_aside(self.wrapper.leaves().values()))
-            # Until the last micro-batch is known to be the last, no pass synchronises.
-            self.waiting = stack.enter_context(ExitStack())
-            if self.wrapper.sync != "every":
-                self.waiting.enter_context(assigned(self.wrapper.flags(False)))
             if self.program.skip is not None:
                 tool = self.program.skip.in_torch
                 self.before = tool.snapshot(self.module, self.arguments.state)
@@ -146,18 +134,19 @@ class WrappedWindow(Window):
         folds: list[Any] = [folding.outputs.folds[index] for index in folding.grads]
         if folding is not known:
             self._check(folds)
-        self.is_weighted = folds[0].fold.reducer.linear
+        self.is_weighted = folds[0].adds == "weighted"
         self.sums, sums.unit, sums.unit_is_fixed = sums, self.wrapper.scale, True
         if self.wrapper.wrapped:
-            beside = self.beside(loss, aux)
+            # Gradients are where autograd adds them.
+            beside = self._rest(loss, aux, ())
             for merge in self.merges:
                 merge.propose(sums, beside)
         return sums
 
     def _check(self, folds: Sequence[Any]) -> None:
         """Raises FuncgaError if the folds of the gradients are not sums as they are added here."""
-        reducers = [fold.fold.reducer for fold in folds]
-        if not all(r.additive for r in reducers) or len({r.linear for r in reducers}) > 1:
+        kinds = {fold.adds for fold in folds}
+        if None in kinds or len(kinds) > 1:
             raise FuncgaError(
                 "the gradients' fold is no sum, or some are weighed, as by funcga.mean(), and "
                 "others are not, as by funcga.sum(): a module's own gradients are only added, in "
@@ -168,7 +157,7 @@ class WrappedWindow(Window):
                 "not wrapped."
             )
         # A gradient function that is called by itself has one micro-batch: nothing is summed.
-        is_alone = self.program.memory is self.owner.memory_alone
+        is_alone = self.program.memory is self.owner.memory
         for (name, p), fold in zip(self.leaves.trees[OWN].items(), folds, strict=True):
             promised, dtype = fold.accumulator_dtype, self.wrapper.sums_in(p)
             if torch.promote_types(dtype, promised) != dtype and not is_alone:
@@ -178,14 +167,6 @@ class WrappedWindow(Window):
                     f"micro-batches, and the fold promises {wide}. {self.wrapper.remedy} Or "
                     f"say that {narrow} is meant: funcga.mean(dtype={narrow!r})."
                 )
-
-    def beside(self, loss: torch.Tensor, aux: Tree) -> list[Array]:
-        """The leaves of what grad_fn returns, None for the gradients, which are where autograd
-        adds them.
-        """
-        sums: Any = self.sums
-        values = self._rest(loss, aux, ())
-        return [values.get(index) for index in range(len(sums.folding.outputs.folds))]
 
     # --- micro-batches
 
@@ -213,7 +194,7 @@ class WrappedWindow(Window):
         if communicates and (self.sums is None or self.is_stream):
             self._meet(False)
         if is_ending and not self.meets:
-            self.waiting.close()
+            assign(self.wrapper.flags(True))
         # A cotangent of 0 times a NaN is NaN, so a micro-batch that weighs nothing is masked.
         with nullcontext() if weight else self.masked():
             loss, aux, objective = self.forward(args, kwargs)
@@ -239,7 +220,7 @@ class WrappedWindow(Window):
         """Adds what stands beside the gradients of a micro-batch, and counts it."""
         sums: Any = self.sums
         index = sums.folding.loss_alone
-        if index is not None and loss.dtype is self.plan.loss_dtype and not self.adds_late:
+        if index is not None and loss.dtype is self.plan.loss_dtype:
             sums.add_loss(loss, index, weight, sums.share(weight))
             return
         values = self._rest(loss, aux, ())
@@ -247,13 +228,14 @@ class WrappedWindow(Window):
             values.update(self.watching.measures(values, weight, self.seed))
         sums.add(values, weight)
 
-    def _meet(self, last: bool) -> bool:
+    def _meet(self, last: bool, is_known: bool = False) -> bool:
         """Waits for the other replicas; whether this is the last pass of all. FuncgaError if one
-        has failed.
+        has failed. `is_known`: whether all that this replica has folded is known.
         """
-        for merge in self.merges:
-            last = merge.meet(last)
-        return last
+        first, *others = self.merges
+        for merge in others:
+            last = merge.agree(last, is_known=False)
+        return first.agree(last, is_known=is_known)
 
     def seed_of(self, weight: Scalar) -> float:
         """The cotangent of a loss. Sums that have no unit are to be sums over the replicas."""
@@ -275,12 +257,9 @@ class WrappedWindow(Window):
                 "module(x), 0 times that if need be."
             )
         if is_ending or self.meets:
-            in_one = not (self.adds_late or self.merges[1:])
-            self.is_last = self.merges[0].agree(is_ending) if in_one else self._meet(is_ending)
-            if self.is_last and not self.adds_late:
-                self.merges[0].agree()
+            self.is_last = self._meet(is_ending, not self.adds_late)
         if self.is_last:
-            self.waiting.close()
+            assign(self.wrapper.flags(True))
             self.may_fuse = False  # what is reduced in this pass is to see each gradient
         # The graph ends in these, and no pass is restricted to them: FSDP has hooks elsewhere.
         replaced = [leaf for leaf in self.wrapper.leaves().values() if leaf.requires_grad]
@@ -373,8 +352,7 @@ class WrappedWindow(Window):
         """
         assert self.sums is not None
         grads = [
-            torch.zeros_like(p, requires_grad=False) if p.grad is None else arrays.strided(p.grad)
-            for p in self.inputs
+            torch.zeros_like(p) if p.grad is None else arrays.strided(p.grad) for p in self.inputs
         ]
         if not self.wrapper.fresh:
             grads = arrays.in_own_memory(grads)

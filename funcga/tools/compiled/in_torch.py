@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from funcga._call import Program
+from funcga._call import OwningGradient, Program
 from funcga._grad import GradientFunction
 from funcga._types import LossFn, Scalar, Tree
 from funcga.tools.compiled import private_in_torch
@@ -71,7 +71,7 @@ def _made_of(function: Callable[..., Any]) -> "GradientFunction | MicroStep | No
 def _gradient_of(compiled: private_in_torch.Compiled) -> GradientFunction | None:
     # torch.compile wraps a function around an object.
     gradient = vars(compiled.function).get("__wrapped__")
-    if not isinstance(gradient, GradientFunction):
+    if isinstance(gradient, OwningGradient) or not isinstance(gradient, GradientFunction):
         return None
     loss_fn = gradient.loss_fn
     if isinstance(loss_fn, PureLoss):

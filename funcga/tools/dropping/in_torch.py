@@ -23,7 +23,7 @@ from torch_backend import _private, arrays, trees
 from torch_backend.dtensor import as_dtensor, local, local_tensors
 from torch_backend.engine.called import Called
 from torch_backend.modules.layers import Buffers, buffers_of, put_back
-from torch_backend.replicas import Listener
+from torch_backend.replicas import collectives_called
 from torch_backend.sums import Sums
 
 NAN = float("nan")
@@ -106,8 +106,9 @@ class SkippingCalls(Called):
         # Of the window; where micro-batches are dropped, `fold` sets it before each of the others.
         with self.quiet:
             self.before = snapshot(module, arguments.state)
-        # What hears collectives of the loss over the groups that gradients travel over.
-        self.own_groups = [Listener(merge.replicas.group) for merge in self.merges]
+        # Collectives of the loss over the groups that gradients travel over.
+        self.groups = [merge.replicas.group for merge in self.merges]
+        self.called = collectives_called(self.groups)
 
     def fold(
         self, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: Scalar, last: bool = False
@@ -120,7 +121,7 @@ class SkippingCalls(Called):
 
     def add(self, sums: Sums, leaves: list[Any], weight: Scalar) -> None:
         """Folds the leaves of one micro-batch in, or what changes no sum in their place."""
-        if any(listener.heard for listener in self.own_groups):
+        if collectives_called(self.groups) != self.called:
             raise FuncgaError(
                 f"drop={self.dropping.scope!r} was given together with across=, and the "
                 "loss itself calls collectives of that group, as a SyncBatchNorm layer does: what "
@@ -147,7 +148,7 @@ class SkippingCalls(Called):
         for index in outputs.collected:  # by observers
             sums.collected[index].append(_filled(leaves[index], dropped, NAN))
         sums.state = [leaves[index] for index in outputs.threads]
-        count = arrays.tally(keep.float()).weight[0] if arrays.is_array(keep) else keep
+        count = arrays.counted(keep.float()) if arrays.is_array(keep) else keep
         sums.steps, sums.total = sums.steps + keep, sums.total + count * weight
         if self.dropping.scope == "window":
             sums.rejected = sums.rejected + (keep == 0)

@@ -83,7 +83,16 @@ def pipeline_value_and_grad(
     wrapper = wrapper_of(module, "every")
     if wrapper.wrapped:
         _check_wrapper(wrapper, module)
-    return PipelineGradient(module, loss_fn, has_aux, False, wrapper, pipeline, n_microbatches)
+    return PipelineGradient(
+        loss_fn,
+        0,
+        has_aux,
+        True,
+        module=module,
+        wrapper=wrapper,
+        pipeline=pipeline,
+        n_microbatches=n_microbatches,
+    )
 
 
 def _check_wrapper(wrapper: Wrapper, module: nn.ModuleDict) -> None:

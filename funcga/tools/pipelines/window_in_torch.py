@@ -126,10 +126,10 @@ class ScheduledWindow(WrappedWindow):
         wrapper, pipeline = self.wrapper, self.pipeline
         count = self.count or len(self.kept)
         microbatches, self.kept = self.kept[:count], self.kept[count:]
-        self.stages.meet(False)
+        self.stages.agree(False, is_known=False)
         is_last = last and not self.kept
         for reduction in self.reductions if wrapper.wrapped else ():
-            is_last = reduction.meet(is_last)
+            is_last = reduction.agree(is_last, is_known=False)
         # A window that does not say how many it has is not shorter than the last one, for which a
         # schedule is built.
         at_least = max(pipeline.count, pipeline.stages[0].num_stages)
@@ -268,10 +268,8 @@ class ScheduledWindow(WrappedWindow):
             self.take_gradients()
             for reduction in self.reductions:
                 if not self.wrapper.wrapped:
-                    leaves = self.beside(*values[0])
-                    for index in sums.folding.grads:
-                        leaves[index] = sums.of[index]
-                    reduction.propose(sums, leaves)
+                    grads = {index: sums.of[index] for index in sums.folding.grads}
+                    reduction.propose(sums, {**self._rest(*values[0], ()), **grads})
                 reduction.merge()
             if self.reductions and not sums.steps:
                 raise nothing_to_fold()
@@ -294,7 +292,7 @@ def _zero(output: Tree) -> torch.Tensor:
     return total
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class PipelineGradient(WrappedGradient):
     """The gradient function of the stages of this process, made by `pipeline_value_and_grad`.
 
