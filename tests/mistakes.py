@@ -484,7 +484,7 @@ MISTAKES |= {
     "a count not found": ((TORCH,), two_args(by_uneven_weights), ["uneven tokens"], "weight=lambda x, m: (m != -100).sum()"),
     "a count on axis 1": ((TORCH,), transposed_mask, ["uneven tokens"], "weight=lambda b: b['m'].sum()"),
     "max() of a loss": ((TORCH,), two_args(regression, {"fold": funcga.max()}), ["not decomposable"], "fold=funcga.mean()"),
-    "rows by keyword": ((TORCH,), by_keyword, ["not decomposable"], "pass `y` by position"),
+    "rows by keyword": ((TORCH,), by_keyword, ["fixed rows"], "pass what has a row for each example by position"),
     "labels of a fixed number": ((TORCH,), two_args(lambda p, x, y: F.cross_entropy(x @ p["w"] @ (x @ p["w"]).T, torch.arange(12))), ["fixed rows"], "torch.arange(len(logits))"),
     "a reshape to a fixed number": ((TORCH,), two_args(lambda p, x, y: ((x @ p["w"]).reshape(12, -1) ** 2).mean()), ["fixed rows"], "x.reshape(len(x), -1)"),
     "BatchNorm1d, torch.func": ((TORCH,), in_place_in_torch_func, ["state"], "torch_backend.pure_loss(module, loss_fn)"),

@@ -176,9 +176,9 @@ class Case:
     limit: Limit = limit_of(2.0**-52)  # noqa: RUF009 - a frozen value
 
     @cached_property
-    def orders(self) -> list[Rows]:
-        """The rows in four random orders, in which groups of them have something of what few rows
-        have, such as positives: a group without any shows nothing of a loss that divides by them.
+    def order(self) -> Rows:
+        """The rows in a random order, in which groups of them have something of what few rows have,
+        such as positives: a group without any shows nothing of a loss that divides by them.
         """
         rows, size = self.probe.rows, self.group
         # The three groups, and the smaller of the two uneven parts.
@@ -192,13 +192,8 @@ class Case:
             return sum(not each[group].any() for each in rare for group in groups)
 
         random = np.random.default_rng(self.seed)
-        tries = [[random.permutation(rows) for _ in range(_TRIES)] for _ in range(4)]
-        return [tuple(min(each, key=lacks).tolist()) for each in tries]
-
-    @property
-    def order(self) -> Rows:
-        """All rows in another order."""
-        return self.orders[0]
+        orders = [random.permutation(rows) for _ in range(_TRIES)]
+        return tuple(min(orders, key=lacks).tolist())
 
     @property
     def group(self) -> int:
@@ -215,13 +210,6 @@ class Case:
         """The leaves for the whole batch and for the two parts, unless the loss refuses them."""
         each = map(self.probe.try_values, (self.probe.all_rows, *self.parts))
         return [leaves for leaves in each if leaves is not None]
-
-    @property
-    def pairs(self) -> list[tuple[Rows, Rows]]:
-        """Two groups of rows each: few at first, then all."""
-        size = self.group
-        few = [(order[:size], order[size : 2 * size]) for order in self.orders[1:]]
-        return [*few, self.parts]
 
     @cached_property
     def splits(self) -> Splits:

@@ -28,7 +28,7 @@ def of_statistics(evidence: Evidence) -> Cause:
     case, probe, kind = evidence.case, evidence.probe, evidence.kind
     layers, twice = probe.layers(), probe.try_values(probe.all_rows * 2)
     # The value of log(sum) does so as well, and its gradient is a mean.
-    if kind != "mean" and _grows_as_a_logarithm(probe, evidence.a):
+    if kind != "mean" and _grows_as_a_logarithm(probe, case.parts[1]):
         return evidence.cause("in-batch negatives", line=coupled_line(case, "embeddings"))
     if layers and kind != "coupled":
         return evidence.cause("batch statistics: layers", layers=layers)

@@ -75,6 +75,6 @@ def _better_line(case: Case, leaf: int) -> str | None:
     line = fold_line(as_mean.probe, "", ())
     if leaf not in as_mean.failed:
         return line
-    fixes = [each.fix for each in by_kind(as_mean, as_mean.pairs) if each.name not in VAGUE]
+    fixes = [each.fix for each in by_kind(as_mean) if each.name not in VAGUE]
     # Some have a line with another fold, others a weight for the mean.
     return next((fix if fix.startswith("fold=") else f"{line}, {fix}" for fix in fixes), None)
