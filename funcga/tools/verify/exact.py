@@ -111,13 +111,10 @@ class Measured(NamedTuple):
 
 
 class Splits(NamedTuple):
-    """The table of the splits, the leaves that differ, by index, and how far one micro-batch with
-    its rows in another order differs.
-    """
+    """The table of the splits, and the leaves that differ, by index."""
 
     rows: list[Measured]
     failed: list[int]
-    permuted: Measured
 
     @property
     def are_exact(self) -> bool:
@@ -229,6 +226,7 @@ class Case:
             (f"n = {n}", every, whole, {"n": n}) for n in self.counts or [min(3, probe.rows)]
         ]
         splits.append((name, order, permuted, {"microbatch_size": first}))
+        limit, scales = self.limit.relative, self._scales
         for split, rows, expected, cut in splits:
             sizes = tuple(map(len, np.array_split(rows, cut.get("n", [first]))))
             try:
@@ -237,26 +235,13 @@ class Case:
                 raise
             except Exception as error:
                 text = f"it raised {first_line(error)}"
-                table.append(Measured(split, sizes, np.inf, self.limit.relative, "", text))
-            else:
-                row, apart = self.measured(split, sizes, compared, result, expected)
-                table.append(row)
-                failed |= apart
-        position, _ = self.measured(
-            "one micro-batch, permuted", (probe.rows,), probe.additive(), permuted, whole
-        )
-        return Splits(table, sorted(failed), position)
-
-    def measured(
-        self, split: str, sizes: Rows, leaves: Sequence[int], result: Leaves, expected: Leaves
-    ) -> tuple[Measured, set[int]]:
-        """The row of a split, and those of these leaves that differ by more than the limit."""
-        limit, scales = self.limit.relative, self._scales
-        apart = {i: relative(result[i], expected[i], scales[i]) for i in leaves}
-        worst = max(apart, key=lambda i: apart[i], default=-1)
-        path = self.probe.paths[worst] if leaves else ""
-        row = Measured(split, sizes, apart.get(worst, 0.0), limit, path)
-        return row, {i for i in leaves if apart[i] > limit}
+                table.append(Measured(split, sizes, np.inf, limit, "", text))
+                continue
+            apart = {i: relative(result[i], expected[i], scales[i]) for i in compared}
+            worst = max(compared, key=lambda i: apart[i])
+            table.append(Measured(split, sizes, apart[worst], limit, probe.paths[worst]))
+            failed |= {i for i in compared if apart[i] > limit}
+        return Splits(table, sorted(failed))
 
     def differ(self, left: Leaves, right: Leaves) -> bool:
         """Whether two results differ by more than rounding."""
