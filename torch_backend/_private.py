@@ -45,8 +45,8 @@ def run_backward(
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
 # The node of the graph that this thread runs in a backward pass.
 current_node: Callable[[], object] = torch._C._current_autograd_node
-# Its text changes with each new kind of function that is written in Python.
-KINDS_MADE: object = torch.autograd.function.AUTOGRAD_FUNCTION_COUNTER
+# A number that grows by one with each node that this thread puts into a graph.
+nodes_made: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
 # Tensors that have shapes and no numbers.
@@ -332,6 +332,27 @@ def reset_fsdp2(module: Any) -> None:
 # What compiles the functions that are called now, also where a function that is compiled runs this
 # one as it is.
 compiling: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback
+
+
+def untraced(
+    function: Callable[..., Any],
+    always: bool = True,
+    why: str = "funcga accumulates here; compile the loss, and not the step",
+) -> Callable[..., Any]:
+    """The function, which torch.compile runs as it is, and leaves out of its graph. `always`: also
+    where nothing that calls it is compiled now.
+    """
+    is_compiled = torch.compiler.is_compiling()
+    if is_compiled:
+        torch._dynamo.graph_break(f"{why}")  # of a variable torch.compile would not read the text
+    # torch.compiler.disable imports torch._dynamo, which takes seconds. Without it nothing is
+    # compiled.
+    is_compiled = is_compiled or always or callable(compiling())
+    if not is_compiled or "torch._dynamo" not in sys.modules:
+        return function
+    untraced: Callable[..., Any] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return untraced
+
 
 # --- Trees ----------------------------------------------------------------------------------------
 

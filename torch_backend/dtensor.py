@@ -121,13 +121,13 @@ def ranks_with_other_shards(tensor: Any, ranks: Collection[int]) -> list[int]:
     return []
 
 
-def local_rows(array: Any, axis: int, start: int, size: int) -> Any:
-    """`size` rows of each device, from its row `start` on, along an axis, as one DTensor. No row
-    travels.
+def local_rows(devices: int, array: Any, axis: int, start: int, size: int) -> Any:
+    """`size` rows, equally many of each device, along an axis, as one DTensor: `start` rows were
+    taken before. No row travels.
     """
     from torch.distributed.tensor import DTensor
 
-    rows = array.to_local().narrow(axis, start, size)
+    rows = array.to_local().narrow(axis, start // devices, size // devices)
     return DTensor.from_local(rows, array.device_mesh, array.placements, run_check=False)
 
 

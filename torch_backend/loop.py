@@ -3,7 +3,7 @@
 import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from importlib import import_module
 from itertools import repeat
@@ -24,19 +24,21 @@ from funcga._types import GradFn, Scalar, Tree
 from funcga.errors import FuncgaError
 from funcga.folds import Fold
 from torch_backend import _private, arrays, trees
-from torch_backend.dtensor import devices_of_rows, is_dtensor, local_rows
+from torch_backend.dtensor import devices_of_rows, local_rows
 from torch_backend.engine.alone import value_of
 from torch_backend.engine.called import Called
-from torch_backend.engine.distributed import Distributed
 from torch_backend.engine.leaves import Own
 from torch_backend.engine.plan import Plan, Plans, call_key
 from torch_backend.engine.window import Window
 from torch_backend.modules.checks import check_not_wrapped, modules_in
 from torch_backend.prefetch import moved as moved
 from torch_backend.reduce import reductions_of
-from torch_backend.reduce import telling as telling_windows
-from torch_backend.replicas import are_processes
+from torch_backend.reduce.absent import telling as telling
+from torch_backend.wrapped.distributed import Distributed
 from torch_backend.wrapped.gradient import ModuleGradient
+
+# How rows are taken: of an array, along an axis, from a row on, so many.
+Take = Callable[[Any, int, int, int], Any]
 
 
 def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
@@ -52,7 +54,7 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
         if job.prologue is not None:
             kwargs = begin(job, backend, args, kwargs)
         if plan is not None and plan.parts is not None:
-            cuts, devices = plan.cuts, plan.devices
+            cuts, take = plan.cuts, plan.take
             parts = [
                 Argument(arg, leaves if axes else [], axes, structure, in_axes)
                 for (_, _, axes, structure, in_axes), arg, (leaves, _) in zip(
@@ -61,21 +63,22 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
             ]
             arguments = Arguments(tuple(parts), job.grad_fn, backend)
         else:
-            arguments, cuts, devices = cut(job, backend, args, source.may_be_short)
-        weights: list[Any] = [size * devices for _, size in cuts]
+            arguments, cuts, take = cut(job, backend, args, source.may_be_short)
+        weights = [size for _, size in cuts]
         if job.weight is not None:
-            weights = weights_of(job, arguments, cuts, devices)
+            weights = weights_of(job, arguments, cuts, take)
         with source.window(arguments, plan) as window:
             arguments, named = window.prepared(arguments, kwargs)
-            result = run_window(window, arguments, named, cuts, devices, weights)
+            result = run_window(window, arguments, named, cuts, take, weights)
         if cuts and key is not None and window.plan is not plan:
-            new = window.plan.with_cuts(arguments, cuts, devices)
+            new = window.plan.with_cuts(arguments, cuts, take)
             program.memory.keep(Plans).put(key, new)
         if job.epilogues:
             return job.finish(backend, result, kwargs, None if cuts else arguments)
         return result
 
-    return fold if "torch._dynamo" not in sys.modules else _not_traced(fold, program)
+    is_compiled = "torch._dynamo" in sys.modules  # something may be
+    return _private.untraced(fold, program.across is not None) if is_compiled else fold
 
 
 def begin(
@@ -92,26 +95,20 @@ def run_window(
     arguments: Arguments,
     kwargs: dict[str, Tree],
     cuts: Sequence[tuple[int, int]],
-    devices: int,
-    weights: list[Any],
+    take: Take | None,
+    weights: Sequence[Any],
 ) -> Tree:
     """The result of a window of the micro-batches that are cut from prepared arguments."""
-    program, state = window.program, list[Any]()
-    if arguments.state:
-        state = [_owned(leaf) for leaf in arguments.state]
-    # Slice all views first: after a backward pass the CPU cache is cold.
-    views = views_of(arguments, cuts, state, devices)
+    state = arguments.state and [_owned(leaf) for leaf in arguments.state]
+    views = views_of(arguments, cuts, state, take)
     with window.passes(weights):
         for number, (view, weight) in enumerate(zip(views, weights, strict=True), 1):
-            if state or (program.is_exact and devices == 1):
-                take = _copied_rows if program.is_exact else None
-                view = arguments.cut(*cuts[number - 1], state, take)
             window.fold(view, kwargs, weight, number == len(cuts))
+            del view  # it may be a copy
             if state:
-                state = window.state
+                state[:] = window.state
     if not cuts:
         return window.result_without_microbatches(arguments, kwargs, state)
-    del view  # the last one, which may be a copy
     return window.result()
 
 
@@ -163,7 +160,8 @@ def stream(program: Program, backend: Backend) -> Callable[..., Any]:
             plans.put(key, window.plan)
         return job.finish(backend, result, kwargs, nothing) if job.epilogues else result
 
-    return fold if "torch._dynamo" not in sys.modules else _not_traced(fold, program)
+    is_compiled = "torch._dynamo" in sys.modules  # something may be
+    return _private.untraced(fold, program.across is not None) if is_compiled else fold
 
 
 def _marked(items: Iterator[Any], looks_ahead: bool) -> Iterator[tuple[Any, bool]]:
@@ -279,36 +277,37 @@ def cut(
     backend: Backend,
     args: tuple[Tree, ...],
     may_be_short: bool,
-) -> tuple[Arguments, Sequence[tuple[int, int]], int]:
-    """(the arguments; the first row of each micro-batch, and its rows; over how many devices rows
-    are cut at once, by which both are divided).
+) -> tuple[Arguments, Sequence[tuple[int, int]], Take | None]:
+    """(the arguments; the first row of each micro-batch, and its rows; how these are taken, if not
+    as they follow each other, as views).
     """
     arguments = _read(program, args, backend)
+    rows, size = arguments.rows(may_be_empty=may_be_short), program.microbatch_size
     # A micro-batch of a DTensor takes equally many rows of each device, so that no row travels.
-    devices = 1
-    if any(is_dtensor(leaf) for part in arguments.parts for leaf in part.leaves):
-        folds = [fold for fold in trees.flatten(program.fold)[0] if isinstance(fold, Fold)]
-        # Only sums and extremes come out the same whichever rows share a micro-batch.
-        if not arguments.state and all(fold.reducer.monoid.collective for fold in folds):
-            devices = devices_of_rows(arguments)
-    rows, size = arguments.rows(may_be_empty=may_be_short) // devices, program.microbatch_size
-    if size is not None:
-        size = max(1, size // devices)
-    return arguments, starts(groups(rows, program.n, size)) if rows else (), devices
+    devices = devices_of_rows(arguments)
+    folds = [fold for fold in trees.flatten(program.fold)[0] if isinstance(fold, Fold)]
+    # Only sums and extremes come out the same whichever rows share a micro-batch.
+    if arguments.state or not all(fold.reducer.monoid.collective for fold in folds):
+        devices = 1
+    take = _copied_rows if program.is_exact else None
+    if devices > 1:
+        take, size = partial(local_rows, devices), size and max(1, size // devices)
+    sizes = groups(rows // devices, program.n, size) if rows else []
+    return arguments, starts([(count, each * devices) for count, each in sizes]), take
 
 
 def views_of(
-    arguments: Arguments, cuts: Sequence[tuple[int, int]], state: list[Any], devices: int = 1
-) -> list[tuple[Tree, ...]]:
-    """The arguments of each micro-batch, as views."""
+    arguments: Arguments, cuts: Sequence[tuple[int, int]], state: list[Any], take: Take | None
+) -> Iterable[tuple[Tree, ...]]:
+    """The arguments of each micro-batch: as views, or each taken when it is asked for."""
     leaves = [leaf for part in arguments.parts for leaf in part.leaves]
     axes = [axis for part in arguments.parts for axis in part.axes]
     kinds = {*map(type, leaves)}, {*map(type, axes)}
     is_dense = kinds == ({torch.Tensor}, {int}) and {*map(_LAYOUT, leaves)} == {torch.strided}
-    if not is_dense or True in map(_IS_NESTED, leaves):
-        take = None if devices == 1 else local_rows
-        return [arguments.cut(start, size, state, take) for start, size in cuts]
-    # The usual case: one call cuts a tensor into all of its views.
+    if take is not None or not is_dense or True in map(_IS_NESTED, leaves):
+        return (arguments.cut(start, size, state, take) for start, size in cuts)
+    # The usual case: one call cuts a tensor into all of its views, before a backward pass leaves a
+    # cold cache.
     sizes = [size for _, size in cuts]
     of_parts: list[Iterable[Tree]] = []
     for part in arguments.parts:
@@ -326,13 +325,14 @@ def views_of(
 
 
 def weights_of(
-    program: Program, arguments: Arguments, cuts: Sequence[tuple[int, int]], devices: int
+    program: Program,
+    arguments: Arguments,
+    cuts: Sequence[tuple[int, int]],
+    take: Take | None,
 ) -> list[Any]:
     """The weight of each micro-batch; those that a device knows are read at once, in one wait."""
-    views = views_of(arguments, cuts, arguments.state, devices)
-    sizes = [size * devices for _, size in cuts]
-    weighed = map(program.weigh, repeat(arguments), views, sizes)
-    return [*on_host([*weighed])]
+    views, sizes = views_of(arguments, cuts, arguments.state, take), [size for _, size in cuts]
+    return [*on_host([*map(program.weigh, repeat(arguments), views, sizes)])]
 
 
 def on_host(weights: Sequence[Scalar]) -> Sequence[Scalar]:
@@ -372,25 +372,21 @@ def _read(program: Program, args: tuple[Tree, ...], backend: Backend) -> Argumen
     """
     arguments = program.read(args, backend)
     is_cut = program.n is not None or program.microbatch_size is not None
-    for part in arguments.parts if is_cut or program.weight is None else ():
-        nodes = []
-        if part.axes:
-            nodes = trees.flatten(part.value, lambda node: isinstance(node, PackedSequence))[0]
-        if any(isinstance(node, PackedSequence) for node in nodes):
-            raise FuncgaError(
-                "an argument holds a PackedSequence, whose rows are time steps of all sequences "
-                "together: they can neither be cut nor say what it weighs. Pass the padded "
-                "sequences and their lengths, and pack them in loss_fn: pack_padded_sequence(x, "
-                "lengths, batch_first=True, enforce_sorted=False). Or stream micro-batches that "
-                "are packed: stream(grad_fn, weight=lambda packed, y: len(y))."
-            )
+    split = [part.value for part in arguments.parts if part.axes]
+    counts_rows = is_cut or program.weight is None
+    if counts_rows and any(map(_is_packed, trees.flatten(split, _is_packed)[0])):
+        raise FuncgaError(
+            "an argument holds a PackedSequence, whose rows are time steps of all sequences "
+            "together: they can neither be cut nor say what it weighs. Pass the padded "
+            "sequences and their lengths, and pack them in loss_fn: pack_padded_sequence(x, "
+            "lengths, batch_first=True, enforce_sorted=False). Or stream micro-batches that "
+            "are packed: stream(grad_fn, weight=lambda packed, y: len(y))."
+        )
     return arguments
 
 
-def _not_traced(fold: Callable[..., Any], program: Program) -> Callable[..., Any]:
-    """The function, which torch.compile runs as it is."""
-    is_compiled = torch.compiler.is_compiling() or callable(_private.compiling())
-    return untraced(fold) if is_compiled or program.across is not None else fold
+def _is_packed(node: object) -> bool:
+    return isinstance(node, PackedSequence)
 
 
 def alone(grad_fn: GradientFunction, backend: Backend) -> GradFn:
@@ -402,45 +398,4 @@ def alone(grad_fn: GradientFunction, backend: Backend) -> GradFn:
     def gradient(*args: Tree, **kwargs: Tree) -> Tree:
         return value_of(grad_fn, backend, args, kwargs, torch.is_grad_enabled())
 
-    return untraced(gradient) if callable(_private.compiling()) else gradient
-
-
-def untraced(
-    fold: Callable[..., Any],
-    why: str = "funcga accumulates here; compile the loss, and not the step",
-) -> Callable[..., Any]:
-    """The function, which torch.compile runs as it is, and leaves out of its graph."""
-    if torch.compiler.is_compiling():
-        torch._dynamo.graph_break(f"{why}")  # of a variable torch.compile would not read the text
-    # torch.compiler.disable imports torch._dynamo, which takes seconds. Without it nothing is
-    # compiled.
-    if "torch._dynamo" not in sys.modules:
-        return fold
-    untraced: Callable[..., Any] = torch.compiler.disable(fold)  # type: ignore[no-untyped-call]
-    return untraced
-
-
-def telling(programs: Sequence[Program], backend: Backend) -> AbstractContextManager[object] | None:
-    """The context of a call that folds these programs one after the other, in which other
-    processes are told of an error; None if they are folded by one process, or one program.
-    """
-    program = programs[0]
-    if not (isinstance(program.grad_fn, ModuleGradient) or are_processes(program.across)):
-        return None
-    if program.prologue is not None:
-        programs = [program.prologue.program(program, backend), *programs]
-    context: AbstractContextManager[object] = untraced(telling_windows)(
-        [(each.memory, partial(_given_up, each, backend)) for each in programs]
-    )
-    return context
-
-
-def _given_up(program: Program, backend: Backend) -> AbstractContextManager[object]:
-    """A window that is counted, and is told to the others where an error ends it."""
-    grad_fn, stack = program.grad_fn, ExitStack()
-    if isinstance(grad_fn, ModuleGradient) and grad_fn.kind != MODULE:
-        wrapped: Any = grad_fn
-        stack.enter_context(wrapped.window(program, backend, Arguments((), grad_fn, backend), None))
-    else:
-        reductions_of(program.across, program.memory)
-    return stack
+    return _private.untraced(gradient, False)

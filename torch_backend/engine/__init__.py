@@ -4,7 +4,6 @@
     window    one window of a gradient that autograd computes: the page to read
     bound     what becomes of the output of a loss
     leaves    what is differentiated in place of arguments
-    distributed   a window where torch.distributed runs
     called    one window of any other function
     alone     a gradient that is taken by itself
     guards/   what has to hold for a result to be right, one file each

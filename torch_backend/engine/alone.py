@@ -9,11 +9,10 @@ import torch
 
 from funcga._backend import Backend
 from funcga._call.arguments import Argument, Arguments
-from funcga._grad import GradientFunction, evaluations
+from funcga._grad import GradientFunction
 from funcga._types import GradFn, Tree
 from torch_backend import arrays, trees
 from torch_backend.dtensor import without_partials
-from torch_backend.engine import bound
 from torch_backend.engine.guards import unchanged
 from torch_backend.engine.leaves import Own, any_requires_grad
 from torch_backend.engine.plan import Plan, Plans, call_key
@@ -61,13 +60,9 @@ class Alone(Window):
         self, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: float, last: bool = False
     ) -> None:
         """Computes the loss, and leaves its gradients in the `.grad`s of the leaves."""
-        before = evaluations()
         loss, aux, objective = self.forward(args, kwargs)
         if any(leaf.grad is not None for leaf in self.inputs):
             raise unchanged.grads_changed()
-        if not self.gradient.reached:
-            is_alone = evaluations() == before
-            self.unreached = bound.is_unreached(self, objective, (), 1.0, is_alone)
         self.backward(objective, 1.0, ())
         self.value = loss.clone(), trees.detached(aux, True)
 

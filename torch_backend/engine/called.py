@@ -17,9 +17,9 @@ from funcga._call.arguments import Arguments
 from funcga._grad import GradientFunction
 from funcga._types import GradFn, Scalar, Tree
 from torch_backend import arrays, trees
-from torch_backend.engine.distributed import adopted, with_a_blank_row
 from torch_backend.modules.checks import check_unfrozen
 from torch_backend.reduce import Reduction
+from torch_backend.reduce.absent import adopted, with_a_blank_row
 from torch_backend.sums import Folding, Sums
 
 

@@ -6,21 +6,24 @@ It keeps no tensor and no module alive.
 
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
-from functools import partial
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from importlib import import_module
+from itertools import chain
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
 
 from funcga._call.arguments import Argument, Arguments
 from funcga._grad import GradientFunction
+from funcga._types import Tree
 from torch_backend import _private
-from torch_backend.engine.guards import ON, recompute
+from torch_backend.engine.guards import EVERY, ON, recompute
 from torch_backend.engine.leaves import OWN, Leaves, Own, any_requires_grad
 from torch_backend.modules.checks import check_unfrozen
+from torch_backend.modules.closures import tensors_in
 from torch_backend.sums import Folding
 
 _MOST = 64  # plans of a step
@@ -36,8 +39,10 @@ class Plan:
     whether the cotangent of a pass may be a weight, outside of autocast. `run`: the tool that runs
     a backward pass, if not autograd alone. `seen`: what modules had in forward passes; None where
     that is not noted. `parts` and `cuts` say how the arguments are split, without the arguments,
-    over rows of so many `devices` at once. `folding`: what becomes of the output, decided with the
+    and `take` how rows are taken. `folding`: what becomes of the output, decided with the
     first loss, for losses of the `loss_dtype`; this is None where others may be folded otherwise.
+    `closed_over`: what the loss closes over, and `unfrozen` which of it required grad. `plain`: how
+    many nodes graphs had that led to leaves of the window alone.
     """
 
     indices: tuple[int, ...] = ()
@@ -52,20 +57,40 @@ class Plan:
     run: Callable[..., None] | None = None
     parts: tuple[Argument, ...] | None = None
     cuts: Sequence[tuple[int, int]] = ()
-    devices: int = 1
+    take: Any = None
     folding: Folding | None = None
     loss_dtype: torch.dtype | None = None
     seen: recompute.Seen | None = None
+    closed_over: Sequence[ref[torch.Tensor]] = ()
+    unfrozen: Sequence[bool] = ()
+    plain: set[int] = field(default_factory=set)
 
-    def with_cuts(
-        self, arguments: Arguments, cuts: Sequence[tuple[int, int]], devices: int
-    ) -> "Plan":
+    def with_cuts(self, arguments: Arguments, cuts: Sequence[tuple[int, int]], take: Any) -> "Plan":
         """The plan that knows how arguments like these are cut; where state is threaded, each call
         is read anew.
         """
         bare = [part._replace(value=None, leaves=[]) for part in arguments.parts]
         parts = None if arguments.state else tuple(bare)
-        return replace(self, parts=parts, cuts=cuts, devices=devices)
+        return replace(self, parts=parts, cuts=cuts, take=take)
+
+    def note_graph(self, nodes: int) -> None:
+        """Notes a graph of so many nodes, that leads to leaves of the window alone."""
+        if len(self.plain) < _MOST:
+            self.plain.add(nodes)
+
+    def known_graphs(self) -> Collection[int]:
+        """The numbers of nodes of graphs that need not be walked, as passes through them may run
+        whole: they led to leaves of the window alone, and nothing was frozen or unfrozen since.
+
+        The graph of a loss is no structure of a call, and its number of nodes no identity: another
+        graph of as many has the right gradients, too, as its pass is not restricted.
+        """
+        is_as_before = [*map(_requires_grad, self.closed_over)] == self.unfrozen
+        return self.plain if is_as_before and self.run is None and not EVERY else ()
+
+
+def _requires_grad(of: ref[torch.Tensor]) -> bool:
+    return getattr(of(), "requires_grad", False)
 
 
 class Plans(dict[Any, Plan]):
@@ -79,9 +104,6 @@ class Plans(dict[Any, Plan]):
         if len(self) > _MOST:
             for oldest in [*self][: len(self) - _MOST]:
                 self.pop(oldest, None)
-
-    def __reduce__(self) -> tuple[type["Plans"], tuple[()]]:
-        return Plans, ()  # a copy of the step makes its own
 
 
 # --- the structure of a call
@@ -98,45 +120,32 @@ def call_key(
     *others: object,
 ) -> object:
     """The structure of a call with these arguments, and the parameters of a module, if any."""
-    own = None if params is None else (tuple(params), key_of([*params.values()], True))
-    leaves = [leaf for each, _ in flat for leaf in each]
+    params = params or {}
+    leaves = [*params.values(), *chain.from_iterable([leaves for leaves, _ in flat])]
     structures = tuple([structure for _, structure in flat])
     # What is on around the call, that changes what it computes.
-    autocast: tuple[bool, ...] = ()
-    if _private.is_any_autocast_enabled():
-        accelerator = torch.accelerator.current_accelerator()
-        kinds = ["cpu", *([] if accelerator is None else [accelerator.type])]
-        autocast = tuple(map(torch.is_autocast_enabled, kinds))
+    autocast = autocasting() if _private.is_any_autocast_enabled() else ()
     ambient = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast
-    return ambient, own, structures, key_of(leaves), others
+    return ambient, tuple(params), structures, key_of(leaves), others
 
 
-def key_of(leaves: Sequence[Any], are_fixed: bool = False) -> tuple[object, ...]:
-    """What leaves of one structure have in common: shapes, dtypes, and what acts on gradients.
-
-    `are_fixed`: of parameters of a module, which all require grad, and have no other shapes the
-    next time.
-    """
+def key_of(leaves: Sequence[Any]) -> tuple[object, ...]:
+    """What leaves of one structure have in common: shapes, dtypes, and what acts on gradients."""
     types, tensors = tuple(map(type, leaves)), leaves
-    placements = shapes = tuple[object, ...]()
-    is_dense = _DENSE.issuperset(types)
-    if not is_dense:
+    placements, hooked = tuple[object, ...](), tuple[bool, ...]()
+    if not _DENSE.issuperset(types):
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         placements = tuple([getattr(leaf, "placements", None) for leaf in tensors])  # of DTensors
-    records, hooks = () if are_fixed else tuple(map(_REQUIRES_GRAD, tensors)), list[object]()
-    if are_fixed or True in records:
+    kinds = [tuple(map(kind, tensors)) for kind in (_DTYPE, _IS_CPU, _LAYOUT, _REQUIRES_GRAD)]
+    if True in kinds[-1]:
         hooks = [*map(_private.has_hooks, tensors), *map(_private.has_hooks_on_grad, tensors)]
-    hooked = tuple(map(bool, hooks)) if any(hooks) else ()
-    dtypes, on_host = tuple(map(_DTYPE, tensors)), tuple(map(_IS_CPU, tensors))
-    key = types, records, hooked, dtypes, on_host
-    if are_fixed and is_dense:
-        return key
+        hooked = tuple(map(bool, hooks)) if any(hooks) else ()
     if True in map(_IS_NESTED, tensors):  # some have no shape
         shapes = tuple([None if leaf.is_nested else leaf.shape for leaf in tensors])
     else:
         shapes = tuple(map(_SHAPE, tensors))
-    layouts = tuple(map(_LAYOUT, tensors))
-    return *key, shapes, layouts, placements, True in map(torch.is_inference, tensors)
+    is_inference = True in map(torch.is_inference, tensors)
+    return types, placements, *kinds, hooked, shapes, is_inference
 
 
 # --- making one
@@ -147,70 +156,55 @@ def is_narrow(leaf: torch.Tensor) -> bool:
     return leaf.dtype.itemsize == 1 or leaf.dtype is torch.float16
 
 
-def checked_whole(
-    parts: Sequence[Argument], gradient: GradientFunction, own: Own | None
-) -> list[int]:
-    """The indices of the arguments that are differentiated and passed whole. Raises FuncgaError for
+def plan_of(
+    gradient: GradientFunction,
+    parts: Sequence[Argument],
+    own: Own | None,
+    leaves_of: Callable[[Sequence[int], Sequence[Tree]], Leaves],
+) -> tuple[Plan, Leaves]:
+    """A plan for calls with arguments like these, and their leaves. Raises FuncgaError for
     arguments that cannot be differentiated.
     """
-    if own is not None:
-        return []
-    indices = gradient.arg_indices(len(parts))
-    for index in indices:
-        check_unfrozen(parts[index].value, gradient, index)
-    return [index for index in indices if not parts[index].axes]
-
-
-def plan_of(
-    gradient: GradientFunction, parts: Sequence[Argument], leaves: Leaves, own: Own | None
-) -> Plan:
-    """A plan for calls with arguments and leaves like these."""
-    inputs, originals, module = leaves.inputs, leaves.originals, None
     indices: tuple[int, ...] = (OWN,)
-    moving: tuple[int, ...] = ()
     if own is None:
         indices = gradient.arg_indices(len(parts))
-        moving = tuple([index for index in indices if parts[index].axes])
-    else:
-        module = own.module
+        for index in indices:
+            check_unfrozen(parts[index].value, gradient, index)
+    moving = tuple([index for index in indices if own is None and parts[index].axes])
+    whole = tuple([index for index in indices if index not in moving])
+    leaves = leaves_of(whole, [part.value for part in parts])
+    inputs, originals = leaves.inputs, leaves.originals
     hooked = any(_private.hooks_of(each) or _private.acts_on_grad(each) for each in originals)
     may_weigh = not (gradient.scaled or moving)
-    return Plan(
+    closed_over = [*map(ref, tensors_in(gradient.loss_fn))]
+    plan = Plan(
         indices=indices,
         count=len(parts),
-        whole=tuple([index for index in indices if index not in moving]),
+        whole=whole,
         moving=moving,
         hooked=hooked,
         watches=ON and own is None and any_requires_grad(originals),
-        autocast=autocasting({leaf.device.type for leaf in inputs}),
+        autocast=autocasting() if _private.is_any_autocast_enabled() else (),
         takes_weights=may_weigh and not any(map(is_narrow, inputs)),
         on_host=all(map(_IS_CPU, inputs)),
         run=run_of(inputs, hooked),
-        seen=recompute.none_seen((gradient, module)),
+        seen=recompute.none_seen((gradient, own and own.module)),
+        closed_over=closed_over,
+        unfrozen=[*map(_requires_grad, closed_over)],
     )
+    return plan, leaves
 
 
-def autocasting(devices: Collection[str]) -> tuple[str, ...]:
-    """The types of devices that autocast is on for, of the CPU and these."""
-    if not _private.is_any_autocast_enabled():
-        return ()
-    kinds = filter(torch.amp.is_autocast_available, sorted({"cpu", *devices}))
+def autocasting() -> tuple[str, ...]:
+    """The types of devices that autocast is on for: of the CPU, and of the accelerator."""
+    accelerator = torch.accelerator.current_accelerator()
+    kinds = ["cpu", *([] if accelerator is None else [accelerator.type])]
     return tuple(filter(torch.is_autocast_enabled, kinds))
 
 
-def outside_of_autocast(
-    devices: Sequence[str], stack: ExitStack
-) -> Callable[[], AbstractContextManager[object]]:
-    """What makes the contexts of backward passes, outside of the autocast that is on for these
-    devices; its cache is cleared, also when the stack is closed.
-    """
-    torch.clear_autocast_cache()  # parameters may have moved since
-    stack.callback(torch.clear_autocast_cache)
-    return partial(_without_autocast, devices)
-
-
 @contextmanager
-def _without_autocast(devices: Sequence[str]) -> Iterator[None]:
+def without_autocast(devices: Sequence[str]) -> Iterator[None]:
+    """A context of a backward pass, outside of the autocast that is on for these devices."""
     with ExitStack() as stack:
         for device in devices:
             stack.enter_context(torch.autocast(device, enabled=False))

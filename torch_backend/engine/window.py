@@ -12,8 +12,7 @@ What only a first call does stands in other files: plan and bound.
 """
 
 import operator
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Self
@@ -25,7 +24,7 @@ from funcga._call import Program
 from funcga._call.arguments import Argument, Arguments
 from funcga._grad import GradientFunction, evaluations, scaled_loss
 from funcga._types import Scalar, Tree
-from torch_backend import _private, arrays, graphs, trees
+from torch_backend import _private, arrays, trees
 from torch_backend.arrays import recording, recording_loss
 from torch_backend.engine import bound
 from torch_backend.engine.guards import EVERY, ON, functions, recompute, unchanged
@@ -36,8 +35,8 @@ from torch_backend.engine.leaves import (
     Own,
     copied_leaves,
 )
-from torch_backend.engine.plan import Plan, checked_whole, outside_of_autocast, plan_of
-from torch_backend.gradients import put_hooks, switched_off
+from torch_backend.engine.plan import Plan, plan_of, without_autocast
+from torch_backend.gradients import is_constant, put_hooks, switched_off
 from torch_backend.modules import PureLoss
 from torch_backend.modules.visits import Visit
 from torch_backend.sums import Sums
@@ -62,6 +61,9 @@ class Window(ExitStack):
     outside: Callable[[], AbstractContextManager[object]] = nullcontext  # of a backward pass
 
     scale: Scalar | None = None  # of the loss; set by `prepared`
+    evaluations = 0  # of gradients, until a loss has reached a leaf; set before each loss
+    nodes = 0  # how many nodes the graph of the last loss has; set by `forward`
+    known: Collection[int] = ()  # of graphs that need not be walked; set on entering
 
     may_communicate = False  # whether other processes may wait for each backward pass
     # Whether no pass is restricted to the leaves, as what wraps a module has hooks elsewhere.
@@ -76,13 +78,14 @@ class Window(ExitStack):
     # The weight of all micro-batches, and the share of each: set by `passes` where all are alike
     # and their share is exact, so that sums in this unit are means: nothing is left to divide.
     even: tuple[float, float] | None = None
-    hooked = False  # whether a leaf has hooks of the user's; set by `_bind`
+    # Whether a leaf has hooks of the user's, and a cotangent may be a weight: set by `_bind`.
+    hooked = takes_weights = False
     share: float | None = None  # of all micro-batches, in such a window; set by `_bind`
     # What the last pass started from, and its type, dtype, device, value; set by `backward`.
     cotangent: tuple[tuple[object, ...], Any] = (), None
     writes = 0  # set after each pass: how much has been added to the `.grad`s
     begun = False  # whether each of the inputs has its sum as its `.grad`
-    unreached = False  # whether a loss reached no leaf, though it should have
+    unreached = False  # whether a loss reached no leaf, though it should have; set by passes
     watching: Any = None  # set by `folding_of`, with the first loss: what measures the gradients
 
     def __init__(
@@ -109,13 +112,15 @@ class Window(ExitStack):
 
     def __enter__(self) -> Self:
         """Makes the leaves, and begins what lasts as long as the window."""
-        gradient, own, known, parts = self.gradient, self.own, self.plan, self.arguments.parts
+        gradient, own, plan, parts = self.gradient, self.own, self.plan, self.arguments.parts
+        notes_modules = plan is None or EVERY
         with ExitStack() as stack:
             with recording():
-                whole = known.whole if known else checked_whole(parts, gradient, own)
-                leaves = self.leaves_of(whole, [part.value for part in parts])
-            self.leaves, inputs = leaves, leaves.inputs
-            plan = self.plan = known or plan_of(gradient, parts, leaves, own)
+                if plan is None:
+                    plan, leaves = plan_of(gradient, parts, own, self.leaves_of)
+                else:
+                    leaves = self.leaves_of(plan.whole, [part.value for part in parts])
+            self.plan, self.leaves, inputs = plan, leaves, leaves.inputs
             if plan.hooked:
                 put_hooks(leaves.originals, inputs)
             self.inputs, self.loss_fn = inputs, gradient.loss_fn
@@ -128,15 +133,18 @@ class Window(ExitStack):
             if plan.watches:
                 stack.enter_context(grads_watched(leaves.originals))
             if plan.autocast:
-                self.outside = outside_of_autocast(plan.autocast, stack)
+                torch.clear_autocast_cache()  # parameters may have moved since
+                stack.callback(torch.clear_autocast_cache)
+                self.outside = partial(without_autocast, plan.autocast)
             # A module that has its parameters in the backward pass, too, may run other layers in it
             # than in the first call, and other frozen parameters may be in these.
             keeps_parameters, seen = own is not None or self.visits is not None, plan.seen
-            if seen is not None and (known is None or EVERY):
+            if seen is not None and notes_modules:
                 self.noted = partial(recompute.noted, seen, inputs)
             elif keeps_parameters:
                 seen = None
             self.watch = recompute.Watch(seen, inputs, plan.on_host, keeps_parameters)
+            self.known = plan.known_graphs()
             self.versions = [*map(_private.version, inputs)]
             self.push(stack.pop_all())
         return self
@@ -211,7 +219,6 @@ class Window(ExitStack):
         moving: list[torch.Tensor] = []
         if self.plan.moving:
             args, moving = self._with_leaves_of(args)
-        gradients = 0 if self.gradient.reached else evaluations()
         loss, aux, objective = self.forward(args, kwargs)
         # Nothing was added since the last pass, unless loss_fn itself has called .backward().
         if ON and self._count_writes(moving) != self.writes:
@@ -223,9 +230,6 @@ class Window(ExitStack):
         share: Any = sums.share(weight) if self.share is None else self.share
         if sums.unit != unit:  # the sums may have been brought to it, which is a write, too
             self.writes = self._count_writes()
-        if not self.gradient.reached:
-            is_alone = evaluations() == gradients
-            self.unreached |= bound.is_unreached(self, objective, moving, weight, is_alone)
         seed = self._add_gradients(objective, weight, share, moving)
         if folding.loss_alone is not None and loss.dtype is self.plan.loss_dtype:
             sums.add_loss(loss, folding.loss_alone, weight, share)
@@ -271,9 +275,12 @@ class Window(ExitStack):
     ) -> tuple[torch.Tensor, Tree, torch.Tensor]:
         """(the loss as a number, its aux, the loss times its scale, with its graph)."""
         gradient = self.gradient
+        self.evaluations = 0 if gradient.reached else evaluations()
+        before = _private.nodes_made()
         with self.noted():
             # A module that is visited has the first argument, its parameters.
             loss, aux = self.loss_fn(*args[self.visits is not None :], **kwargs), None
+        self.nodes = _private.nodes_made() - before
         # The usual output is a plain scalar. Anything else is split, and checked.
         is_usual = type(loss) is torch.Tensor and not loss.ndim and loss.dtype.is_floating_point
         if gradient.has_aux or not is_usual:
@@ -285,11 +292,15 @@ class Window(ExitStack):
         """Adds the gradients of a loss, times the seed, to the `.grad`s of the leaves."""
         inputs = leaves = (*self.inputs, *moving)
         if not (loss.requires_grad and leaves):
+            # A constant is explained by a gradient inside of the loss, as of a linear function.
+            if leaves and seed and not self.gradient.reached:
+                is_alone = evaluations() == self.evaluations
+                self.unreached |= is_alone and is_constant(loss)
             return
         others: AbstractContextManager[None] = nullcontext()
-        # A graph is walked where it may have functions written in Python, which may run backward
-        # passes of their own.
-        if self.runs_whole or functions_alive():
+        if self.nodes in self.known:
+            inputs = ()
+        else:
             inputs, others = functions.restriction(self, loss, leaves)
         on_host = self.plan.on_host and loss.is_cpu
         # One tensor serves all passes from the same cotangent, unless somebody has written to it.
@@ -303,7 +314,7 @@ class Window(ExitStack):
         try:
             if ON and watch is not None:
                 # A module that runs in the backward pass has the right parameters.
-                watch.custom, hooks[watch] = not inputs, watch.check
+                hooks[watch] = watch.check
                 if not watch.on_host:
                     task = watch.task_of(loss)
             with task, others, self.outside():
@@ -313,10 +324,6 @@ class Window(ExitStack):
                     engine = _private.ENGINE_ON_HOST if on_host else _private.ENGINE
                     how = {"allow_unreachable": True, "accumulate_grad": True}
                     engine((loss,), (cotangent,), False, False, inputs, **how)
-        except RuntimeError as error:
-            if all(map(_REQUIRES_GRAD, leaves)):
-                raise
-            raise switched_off() from error
         finally:
             hooks.pop(watch, None)
 
@@ -329,8 +336,7 @@ class Window(ExitStack):
 
     def _takes(self, seed: float, dtype: torch.dtype) -> bool:
         """Whether the cotangent of a pass may be this weight."""
-        may_weigh = self.plan.takes_weights and not (self.plan.autocast or self.hooked)
-        return may_weigh and arrays.represents_exactly(dtype, seed)
+        return self.takes_weights and arrays.represents_exactly(dtype, seed)
 
     # --- what becomes of the output
 
@@ -343,8 +349,8 @@ class Window(ExitStack):
         sums = Sums(plan.folding if is_known else bound.folding_of(self, loss, aux))
         folding = sums.folding
         are_means = folding.lends and folding.are_weighted and not folding.normalized
-        may_weigh = plan.takes_weights and not (plan.autocast or self.hooked)
-        if self.even and are_means and may_weigh:
+        self.takes_weights = plan.takes_weights and not (plan.autocast or self.hooked)
+        if self.even and are_means and self.takes_weights:
             sums.unit, self.share = self.even
         self.held = [None] * len(self.inputs)
         if folding.lends and folding.wide:
@@ -463,22 +469,3 @@ class Window(ExitStack):
 def gradients_in(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """What a pass has left in these leaves; zeros where it did not come."""
     return [(torch.zeros_like(p) if p.grad is None else p.grad).detach() for p in leaves]
-
-
-# The kinds of functions written in Python that may run a backward pass of their own; and what tells
-# whether there are more.
-_kinds: tuple[str, list[Any]] = ("", [])
-
-
-def functions_alive() -> bool:
-    """Whether a node of such a function is alive, in the graph of a loss or in any other, or every
-    graph is to be walked.
-    """
-    global _kinds
-    made, kinds = repr(_private.KINDS_MADE), _kinds
-    if made != kinds[0]:
-        kinds = _kinds = made, graphs.kinds_of_functions()
-    for kind in kinds[1]:  # a class that has died has no nodes
-        if kind() is not None and sys.getrefcount(kind()) > graphs.NO_NODES:
-            return True
-    return EVERY

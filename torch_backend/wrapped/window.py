@@ -26,12 +26,12 @@ from funcga._types import Array, Scalar, Tree
 from funcga.errors import FuncgaError
 from funcga.folds import mean
 from torch_backend import _private, arrays, trees
-from torch_backend.engine.distributed import with_a_blank_row
 from torch_backend.engine.guards.grads import gradients_aside
 from torch_backend.engine.leaves import OWN
 from torch_backend.engine.window import Window
 from torch_backend.modules.layers import buffers_of, put_back
 from torch_backend.reduce import Reduction
+from torch_backend.reduce.absent import with_a_blank_row
 from torch_backend.reduce.header import nothing_to_fold
 from torch_backend.replicas import explained
 from torch_backend.sums import Sums

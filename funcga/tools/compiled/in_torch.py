@@ -311,7 +311,7 @@ class CompiledWindow(Window):
     def _bind(self, loss: torch.Tensor, aux: Tree) -> Sums:
         if self.totals is None:
             return super()._bind(loss, aux)
-        folding = bound.folding_of(self, loss, aux)
+        folding = self.plan.folding or bound.folding_of(self, loss, aux)
         sums = Sums(folding)
         for index, total in zip(folding.grads, self.totals, strict=True):
             sums.of[index] = total

@@ -21,16 +21,16 @@ from funcga._types import Scalar, Tree
 from funcga.errors import FuncgaError
 from funcga.tools.coupled import SUM, Coupled, Summaries, unused
 from funcga.tools.example_keys.in_torch import devices_of, generator_states, put_generator_states
-from torch_backend import arrays, trees
+from torch_backend import _private, arrays, trees
 from torch_backend.arrays import recording_loss
 from torch_backend.engine.alone import value_of
 from torch_backend.engine.called import Called
-from torch_backend.engine.distributed import with_a_blank_row
 from torch_backend.engine.leaves import any_requires_grad
 from torch_backend.engine.plan import Plans, call_key
-from torch_backend.loop import Source, begin, cut, run_window, untraced, weights_of
+from torch_backend.loop import Source, Take, begin, cut, run_window, weights_of
 from torch_backend.modules import PureLoss
 from torch_backend.reduce import Reduction
+from torch_backend.reduce.absent import with_a_blank_row
 from torch_backend.sums import Sums
 from torch_backend.wrapped.ddp import Wrapper
 from torch_backend.wrapped.gradient import ModuleGradient
@@ -59,14 +59,16 @@ def coupled(job: Coupled, backend: Backend) -> Callable[..., Tree]:
         Source(program, backend)  # refuses what it cannot be
         is_merged = bool(summary.replicas)
         with torch.inference_mode(False), torch.no_grad():
-            arguments, cuts, devices = cut(program, backend, args, is_merged)
+            arguments, cuts, take = cut(program, backend, args, is_merged)
             # A weight may be 0, where NaN has to be kept out.
             if len(cuts) == 1 and not is_merged and program.weight is None:
                 return _in_one_pass(summary, arguments, kwargs)
-            return _in_two_passes(summary, arguments, args, kwargs, cuts, devices)
+            return _in_two_passes(summary, arguments, args, kwargs, cuts, take)
 
     # The passes are steered by the host: torch.compile is for summary_fn and loss_fn.
-    return untraced(step, "funcga takes two passes here; compile summary_fn and loss_fn instead")
+    return _private.untraced(
+        step, why="funcga takes two passes here; compile summary_fn and loss_fn instead"
+    )
 
 
 class _Summary:
@@ -140,7 +142,7 @@ def _in_two_passes(
     args: Args,
     kwargs: Kwargs,
     cuts: Sequence[tuple[int, int]],
-    devices: int,
+    take: Take | None,
 ) -> Tree:
     """The loss and its gradient, of the micro-batches that are cut from the arguments."""
     job, owner = summary.job, summary.owner
@@ -150,12 +152,12 @@ def _in_two_passes(
     )
     plans, put_back = job.second.memory.keep(Plans), owner.snapshot()
     key = call_key(source.params, [*map(trees.flatten, args)], tuple(kwargs))
-    weights = weights_of(job.program, arguments, cuts, devices)
+    weights = weights_of(job.program, arguments, cuts, take)
     # Begun before the first pass, as no forward pass in it makes a wrapped module synchronise.
     with source.window(arguments, plans.get(key)) as window:
         first = _FirstPass(summary, arguments, (args, kwargs))
         prepared = first.prepared(arguments, kwargs)
-        summaries = run_window(first, *prepared, cuts, devices, weights)
+        summaries = run_window(first, *prepared, cuts, take, weights)
         arguments, kwargs = window.prepared(arguments, kwargs)
         # Its leaves have the hooks of the parameters.
         params = [*window.leaves.trees.values()]
@@ -163,7 +165,7 @@ def _in_two_passes(
         del summaries
         generators, put_after = generator_states(first.devices), owner.snapshot()
         put_back()
-        _, grads = run_window(window, arguments, kwargs, cuts, devices, after.counts)
+        _, grads = run_window(window, arguments, kwargs, cuts, take, after.counts)
         # The loss is the same on every replica, and so is its own gradient.
         leaves, structure = trees.flatten(grads)
         pairs = zip(leaves, after.of_params, strict=True)

@@ -25,9 +25,15 @@ def restriction(
     of the pass).
     """
     found = graphs.reach(loss, {*map(id, leaves)})
+    if not (found.own or found.custom):
+        window.unreached = True
+    elif not window.gradient.reached:
+        window.gradient.reached.add(True)
+    if found.own and not (found.foreign or found.custom):
+        window.plan.note_graph(window.nodes)
     if window.runs_whole or found.custom:
         return (), _others_aside(window, found, leaves)
-    return leaves, nullcontext()
+    return tuple([leaf for leaf in leaves if leaf.requires_grad]), nullcontext()
 
 
 @contextmanager

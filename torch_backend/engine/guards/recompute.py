@@ -73,15 +73,12 @@ class Watch:
 
     `seen`: None where forward passes were not noted. `keeps_parameters`: whether modules have their
     parameters in the backward pass too, so that one that was not noted has the right ones.
-    `custom`: whether the present pass runs unrestricted, so that functions may run passes of their
-    own; the window sets it before each.
     """
 
     seen: Seen | None
     leaves: Sequence[torch.Tensor]
     on_host: bool
     keeps_parameters: bool = False
-    custom: bool = False
     thread: int = field(default_factory=threading.get_ident)
     tasks: set[int] = field(default_factory=set)
 
@@ -105,13 +102,6 @@ class Watch:
         if task == -1 or not is_here:
             return
         in_function = isinstance(_private.current_node(), BackwardCFunction)
-        if in_function and not self.custom:
-            raise FuncgaError(
-                f"a function written in Python, such as a checkpoint with use_reentrant=True, runs "
-                f"{type(module).__name__} again in the backward pass, and earlier calls of this "
-                "step had no such function. Make the step anew where the loss changes so: "
-                "step = funcga.accumulate(grad_fn, n); or use use_reentrant=False."
-            )
         others = None if self.seen is None else self.seen.get(module)
         is_trusted = others is None and (self.seen is None or self.keeps_parameters)
         ids, places = self.own

@@ -6,21 +6,19 @@ and each is reduced once, at the end of the window.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 
-from funcga._call import Program
 from funcga._call.arguments import Arguments
 from funcga._types import Tree
 from torch_backend import arrays, trees
-from torch_backend.engine import bound
 from torch_backend.engine.leaves import OWN
 from torch_backend.engine.window import Window
 from torch_backend.reduce import Reduction
+from torch_backend.reduce.absent import adopted
 from torch_backend.replicas import Listener
-from torch_backend.sums import Folding, Sums
+from torch_backend.sums import Sums
 
 
 class Distributed(Window):
@@ -75,44 +73,3 @@ class Distributed(Window):
         sums.state = state
         merge.merge()
         return sums.result()
-
-
-def adopted(
-    merge: Reduction,
-    program: Program,
-    arguments: Arguments,
-    own: Tree = None,
-) -> Sums:
-    """The empty sums of a replica that has nothing to fold. `own`: the parameters of a module,
-    which lie here as their gradients do.
-    """
-    known = trees.flatten([part.value for part in arguments.parts] if own is None else own)[0]
-    devices = [leaf.device for leaf in known if isinstance(leaf, torch.Tensor)]
-    device = next(iter(devices), "cpu")
-
-    def rebuild(value: Tree) -> tuple[Folding, list[Any]]:
-        likes, structure = trees.flatten(value)
-        leaves = [like if like is None else torch.empty_like(like, device=device) for like in likes]
-        value = trees.unflatten(structure, leaves)
-        if own is not None:  # the others say what theirs are like
-            value = bound.with_gradients(program, value, own)
-        outputs, leaves = program.bind(value, arguments)
-        return Folding(outputs), leaves
-
-    merge.agree(rebuild=rebuild)
-    merge.sums = Sums(Folding(merge.agreement.outputs))
-    return merge.sums
-
-
-def with_a_blank_row(arguments: Arguments) -> Arguments:
-    """The arguments of an empty batch, with one row of zeros in it."""
-    parts = []
-    for part in arguments.parts:
-        leaves = [*part.leaves]
-        for index, axis in enumerate(part.axes):
-            if isinstance(axis, int) and leaves[index] is not None:
-                shape = [*leaves[index].shape]
-                shape[axis] = 1
-                leaves[index] = leaves[index].new_zeros(shape)
-        parts.append(part._replace(leaves=leaves))
-    return replace(arguments, parts=tuple(parts))
