@@ -184,7 +184,8 @@ def test_refusals(kind):
 OF_TORCH = {
     "a sparse gradient of a sparse parameter": (
         lambda: accumulated(lambda params, x: torch.sparse.mm(params["w"], x.T).sum(), sparse()),
-        "a tensor that has data of a different type"),
+        "a tensor that has data of a different type",
+    ),
     "a sparse batch": (lambda: accumulated(of_rows, x=X.to_sparse()), "SparseCPU"),
     "a compressed batch": (lambda: accumulated(of_rows, x=X.to_sparse_csr()), "do not have strides"),
     "a nested batch": (lambda: accumulated(of_rows, x=jagged()), "not supported for NestedTensor"),

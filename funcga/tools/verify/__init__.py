@@ -333,8 +333,6 @@ def _counts(n: int | Sequence[int] | None, probe: Probe) -> list[int]:
             "the batch has 1 row, which cannot be split: verify needs at least 2, and recognises "
             "more with 16 or so. Give it a whole batch."
         )
-    # Refuses what has no rows to be cut, such as a sparse tensor.
-    probe.arguments.cut(0, 1, probe.arguments.state)
     if n is None and job is not None:
         size = job.program.microbatch_size
         n = -(-rows // size) if size else job.program.n

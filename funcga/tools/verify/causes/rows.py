@@ -98,9 +98,8 @@ def fixed_number(case: Case) -> Iterator[Answer]:
     """A loss that raises an error for the whole batch, but not for a micro-batch; or for any other
     number of rows than that of the batch.
     """
-    probe, job = case.probe, case.probe.job
-    assert job is not None
-    size = job.program.microbatch_size or -(-probe.rows // (job.program.n or 1))
+    probe, n = case.probe, case.counts[0] if case.counts else 1
+    size = -(-probe.rows // n)
     fewer = dict.fromkeys(min(rows, probe.rows - 1) for rows in (size, probe.rows // 2, probe.rows))
     errors = dict[int, str]()
     for rows in (probe.rows, *fewer):
