@@ -478,7 +478,8 @@ def by_keyword(kit):
 
 MISTAKES |= {
     "a small sum, 64 bits": ((TORCH,), small(1e-20, lambda a: a), ["sum under mean"], "fold=funcga.per_weight()"),
-    "a small sum, 16 bits": ((TORCH,), small(1e-3, low), ["not decomposable"], "float32, and do what it says there"),
+    "a small sum, 16 bits": ((TORCH,), small(1e-3, low), ["sum under mean"], "fold=funcga.per_weight()"),
+    "a mean, 16 bits": ((TORCH,), two_args(lambda p, x, y: ((low(x) @ low(p["w"])) ** 2).mean(), SUM), ["not decomposable"], "float32, and do what it says there"),
     "an epsilon in a count": ((TORCH,), two_args(masked, {"weight": lambda x, m: (m**2).sum()}), ["small remainder"], ".clamp(min=1)"),
     "a count of squares": ((TORCH,), two_args(by_squares), ["uneven tokens"], "weight=lambda x, m: (m ** 2).sum()"),
     "a count not found": ((TORCH,), two_args(by_uneven_weights), ["uneven tokens"], "weight=lambda x, m: (m != -100).sum()"),

@@ -178,19 +178,16 @@ class Case:
         such as positives: a group without any shows nothing of a loss that divides by them.
         """
         rows, size = self.probe.rows, self.group
-        # The three groups, and the smaller of the two uneven parts.
-        starts = (0, size, 2 * size, rows - size)
         every = [(row,) for row in self.probe.all_rows]
-        of_rows = [np.array([*map(count.of, every)]) for count in counts(self.probe)]
-        rare = [each for each in of_rows if (each >= 0).all() and 0 in each and each.any()]
+        rare = [count.of for count in counts(self.probe) if 0 in map(count.of, every)]
 
-        def lacks(order: Array) -> int:
-            groups = [order[start : start + size] for start in starts]
-            return sum(not each[group].any() for each in rare for group in groups)
+        def lacks(order: Rows) -> int:
+            # The three groups, and the smaller of the two uneven parts.
+            groups = [order[start : start + size] for start in (0, size, 2 * size, rows - size)]
+            return sum(not count_of(group) for count_of in rare for group in groups)
 
         random = np.random.default_rng(self.seed)
-        orders = [random.permutation(rows) for _ in range(_TRIES)]
-        return tuple(min(orders, key=lacks).tolist())
+        return min((tuple(random.permutation(rows).tolist()) for _ in range(_TRIES)), key=lacks)
 
     @property
     def group(self) -> int:
@@ -216,17 +213,17 @@ class Case:
         are raised.
         """
         probe, every, table = self.probe, self.probe.all_rows, list[Measured]()
+        compared = [i for i, fold in enumerate(probe.folds) if is_compared(fold)]
+        failed, first = set[int](), probe.rows - self.group
+        limit, scales = self.limit.relative, self._scales
         # State goes through the rows in their order only.
         order, name = (every, "uneven") if probe.has_state else (self.order, "uneven, permuted")
         whole, permuted = probe.step_values([every, order], n=1)
-        compared = [i for i, fold in enumerate(probe.folds) if is_compared(fold)]
-        failed, first = set[int](), probe.rows - self.group
         # What each split is called, its rows and what they are to give, and how they are cut.
         splits: list[tuple[str, Rows, Leaves, dict[str, int]]] = [
             (f"n = {n}", every, whole, {"n": n}) for n in self.counts or [min(3, probe.rows)]
         ]
         splits.append((name, order, permuted, {"microbatch_size": first}))
-        limit, scales = self.limit.relative, self._scales
         for split, rows, expected, cut in splits:
             sizes = tuple(map(len, np.array_split(rows, cut.get("n", [first]))))
             try:

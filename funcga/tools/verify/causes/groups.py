@@ -166,18 +166,14 @@ def _values_at(
     """The values of the leaves as one vector, scaled to about 1, at each point where the loss
     can be evaluated and is finite.
     """
-    values: dict[Point, list[Array]] = {}
+    values, scales = _Points(), case.limit.scales(case.evaluated)
     for point in points:
         rows = tuple(row for part, times in zip(parts, point, strict=True) for row in part * times)
         result = case.probe.try_values(rows)
         if result is not None and all(np.isfinite(result[leaf]).all() for leaf in leaves):
-            flat = [result[leaf].ravel() for leaf in leaves]
-            values[point] = [np.concatenate([x.real, x.imag]) for x in flat]
-    scales = case.limit.scales([*values.values()])
-    return {
-        point: np.concatenate([leaf / scale for leaf, scale in zip(leaves, scales, strict=True)])
-        for point, leaves in values.items()
-    }
+            flat = [result[leaf].ravel() / scales[leaf] for leaf in leaves]
+            values[point] = np.concatenate([part for x in flat for part in (x.real, x.imag)])
+    return values
 
 
 def _remainder(terms: Array, values: Array) -> Array:
