@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
-from funcga.errors import FuncgaError, needs_numpy
+from funcga.errors import FuncgaError
 
 
 def load(name: str, wanted: str) -> Any:
@@ -18,9 +18,12 @@ def load(name: str, wanted: str) -> Any:
 
 def _imported(module: str, wanted: str) -> Any:
     try:
-        with needs_numpy(wanted):
-            return import_module(module)
+        return import_module(module)
     except ModuleNotFoundError as error:
+        if error.name == "numpy":  # which torch does not need
+            raise FuncgaError(
+                f"numpy is not installed, and {wanted} needs it. Install it: pip install numpy"
+            ) from error
         if not str(error.name).startswith("funcga.tools"):
             raise
         raise FuncgaError(

@@ -1,8 +1,7 @@
 """The one error type of funcga, and what its texts share."""
 
 import operator
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 
@@ -37,21 +36,6 @@ def listed(names: Sequence[str], most: int = 4) -> str:
         ", ".join(names[:most]) + (f" and {len(names) - most} more" if names[most:] else "")
         or "nothing"
     )
-
-
-@contextmanager
-def needs_numpy(name: str) -> Iterator[None]:
-    """A context for what imports NumPy, which torch does not need: FuncgaError, which says what
-    `name` needs, if it is not installed.
-    """
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        if error.name != "numpy":
-            raise
-        raise FuncgaError(
-            f"numpy is not installed, and {name} needs it. Install it: pip install numpy"
-        ) from error
 
 
 def check_callable(function: object, name: str, like: str) -> None:

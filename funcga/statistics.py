@@ -15,12 +15,11 @@ Example:
 """
 
 import sys
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
-from funcga._backend import Backend
 from funcga._backend.dispatch import backend_of
-from funcga._types import Array, Scalar, Tree
+from funcga._backend.prefixes import broadcast, paths_and_leaves
+from funcga._types import Scalar, Tree
 from funcga.errors import FuncgaError
 from funcga.normalizers import Pooled
 
@@ -60,15 +59,27 @@ def batch_moments(statistics: Tree, count: Scalar) -> Tree:
             f"count is {count!r}: it is how many items a micro-batch has, at least 0."
         )
 
-    def stacked(path: str, mean: Array, variance: Array, _: None) -> Array:
-        mean, variance = _unboxed(mean, backend), _unboxed(variance, backend)
+    def stacked(path: str, tree: Tree) -> Tree:
+        if not isinstance(tree, Mapping):
+            raise FuncgaError(
+                f"`{path}` is of type {type(tree).__name__}, which is no layer's statistics. They "
+                'are nested dicts, in which each layer is {"mean": array, "var": array}: the '
+                '"batch_stats" of flax, or nnx.state(model, nnx.BatchStat) of its nnx.'
+            )
+        # A layer is recognised by its two keys.
+        if {*tree} != {"mean", "var"}:
+            layers = {key: stacked(f"{path}[{key!r}]", child) for key, child in tree.items()}
+            # For example flax's FrozenDict.
+            return layers if type(tree) is dict else type(tree)(layers)  # type: ignore[call-arg]
+        # Each is an array, perhaps in a variable of nnx.
+        mean, variance = (backend.trees.flatten(tree[key])[0][0] for key in ("mean", "var"))
         dtype = arrays.accumulator_dtype(mean.dtype)
         mean, variance = arrays.cast(mean, dtype), arrays.cast(variance, dtype)
         # The count is as large as the mean, so that one array holds all three.
         amount = arrays.xp.zeros_like(mean) + arrays.cast(count, dtype)
         return arrays.xp.stack((amount, mean, variance))
 
-    return _each_layer(stacked, "statistics", statistics, None)
+    return stacked("statistics", statistics)
 
 
 def running_statistics(statistics: Tree, pooled: Tree, *, share: Scalar, unbiased: bool) -> Tree:
@@ -98,72 +109,34 @@ def running_statistics(statistics: Tree, pooled: Tree, *, share: Scalar, unbiase
         Array([0.01, 0.01], dtype=float32)
     """
     backend = backend_of([statistics, pooled], lambda: ["statistics", "pooled"])
-    arrays = backend.arrays
+    arrays, trees, xp = backend.arrays, backend.trees, backend.arrays.xp
     if not arrays.is_array(share) and not 0 <= share <= 1:
         raise FuncgaError(f"share is {share!r}: it is the part of the new statistics, from 0 to 1.")
-
-    xp = arrays.xp
-
-    def updated(path: str, mean: Tree, variance: Tree, new: Any) -> dict[str, Array]:
-        mean, variance = _unboxed(mean, backend), _unboxed(variance, backend)
-        if not isinstance(new, Pooled) or new.mean.shape != mean.shape:
-            found = new.mean if isinstance(new, Pooled) else new
+    # The Pooled of a layer is one value for its mean and its variance.
+    is_pooled = lambda node: isinstance(node, Pooled)
+    wrong = "the pooled statistics are not those of these layers"
+    of_layers = broadcast(pooled, statistics, is_pooled, trees, "statistics", wrong)
+    after = []
+    for (path, old), (new, _) in zip(
+        paths_and_leaves(statistics, trees.children), of_layers, strict=True
+    ):
+        is_variance = {"mean": False, "var": True}[path.rpartition(".")[2]]
+        if new.mean.shape != old.shape:
             raise FuncgaError(
-                f"`{path}` is {arrays.describe(mean)}, and the pooled statistics for it are "
-                f"{arrays.describe(found)}. Give a Pooled of that shape: "
+                f"`{path}` is {arrays.describe(old)}, and the pooled statistics for it are "
+                f"{arrays.describe(new.mean)}. Give a Pooled of that shape: "
                 "what fold=funcga.pooled() makes of the statistics of micro-batches."
             )
         # In at least float32, as a small share of a float16 would be lost.
-        dtype = arrays.accumulator_dtype(mean.dtype)
-        count, new_mean, new_variance = (arrays.cast(part, dtype) for part in new)
-        if unbiased:
+        dtype = arrays.accumulator_dtype(old.dtype)
+        measured = new.variance if is_variance else new.mean
+        wide, count, measured = (arrays.cast(each, dtype) for each in (old, new.count, measured))
+        if unbiased and is_variance:
             # The inner `where` keeps the division finite where the outer one discards it.
             factor = count / xp.where(count > 1, count - 1, 1)
-            new_variance = new_variance * xp.where(count > 1, factor, 1)
+            measured = measured * xp.where(count > 1, factor, 1)
         part = arrays.cast(share, dtype) if arrays.is_array(share) else float(share)
-
-        def moved(old: Array, new: Array) -> Array:
-            wide = arrays.cast(old, dtype)
-            # Unchanged if the count is 0.
-            return arrays.cast(xp.where(count > 0, (1 - part) * wide + part * new, wide), old.dtype)
-
-        return {"mean": moved(mean, new_mean), "var": moved(variance, new_variance)}
-
-    # A State of nnx shows its nested dicts as States, so the structure is put back at last.
-    after = backend.trees.flatten(_each_layer(updated, "statistics", statistics, pooled))[0]
-    return backend.trees.unflatten(backend.trees.flatten(statistics)[1], after)
-
-
-def _unboxed(node: Tree, backend: Backend) -> Tree:
-    """The array in a node that holds a single one, such as a variable of nnx; all else as it is."""
-    leaves = backend.trees.flatten(node)[0]
-    return leaves[0] if len(leaves) == 1 else node
-
-
-def _each_layer(function: Callable[..., Tree], path: str, tree: Tree, pooled: Tree) -> Tree:
-    """The nested dicts with `function` applied to each layer, {"mean", "var"}, and to what is
-    pooled there, if anything is.
-    """
-    # A layer is recognised by its two keys.
-    if isinstance(tree, Mapping) and {*tree} == {"mean", "var"}:
-        result = function(path, tree["mean"], tree["var"], pooled)
-        return {key: result[key] for key in tree} if isinstance(result, dict) else result
-    if not isinstance(tree, Mapping):
-        raise FuncgaError(
-            f"`{path}` is of type {type(tree).__name__}, which is no layer's statistics. They are "
-            "nested dicts, in "
-            f'which each layer is {{"mean": array, "var": array}}: the "batch_stats" of flax, or '
-            "nnx.state(model, nnx.BatchStat) of its nnx."
-        )
-    pooled = dict.fromkeys(tree) if pooled is None else pooled
-    if pooled.keys() != {*tree}:
-        raise FuncgaError(
-            f"`{path}` has {[*tree]}, and the pooled statistics have {[*pooled]} there. Give those "
-            "of the same layers."
-        )
-    replaced = {
-        key: _each_layer(function, f"{path}[{key!r}]", child, pooled[key])
-        for key, child in tree.items()
-    }
-    # For example flax's FrozenDict.
-    return replaced if type(tree) is dict else type(tree)(replaced)  # type: ignore[call-arg]
+        moved = (1 - part) * wide + part * measured
+        # Unchanged if the count is 0.
+        after.append(arrays.cast(xp.where(count > 0, moved, wide), old.dtype))
+    return trees.unflatten(trees.flatten(statistics)[1], after)

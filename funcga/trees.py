@@ -25,10 +25,9 @@ from funcga._backend.prefixes import (
     check_paths,
     leaf_paths,
     paths_and_leaves,
-    paths_apart,
 )
 from funcga._types import Array, Tree
-from funcga.errors import FuncgaError, listed
+from funcga.errors import FuncgaError
 from funcga.tools.trees import (
     converted,
     described,
@@ -86,17 +85,18 @@ def match(tree: Tree, like: Tree, *, rules: Iterable[Rule] = ()) -> Tree:
         {path: leaf for path, leaf in by_path(each, name).items() if framework_of(leaf)}
         for each, name in ((tree, "tree"), (like, "like"))
     )
-    matches = {pair.right: pair for pair in pairs(given, expected, tuple(rules))}
-    missing, new = paths_apart([*expected], [*matches])
-    if missing or new:
+    matches = pairs(given, expected, rules)
+    try:
+        check_paths([*expected], [*matches])
+    except PathError as error:
         raise FuncgaError(
-            f"the trees have different leaves: `like` has {_listed(missing)}, which tree lacks, "
-            f"and tree has {_listed([matches[path].left for path in new])}, which `like` lacks. "
+            f"the trees have different leaves: in tree, {error}. "
             r"Say what is called what: rules=[funcga.trees.Rule(r'fc1\.(.*)', r'Dense_0.\1'), "
             "*funcga.trees.torch_to_flax]."
-        )
+        ) from None
     filled = {
-        path: _filled(given[pair.left], pair, expected[path]) for path, pair in matches.items()
+        path: _filled(given[pair.left], pair, path, expected[path])
+        for path, pair in matches.items()
     }
     # Every leaf, in the order of the framework: `by_path` leaves out None and functions.
     trees = walked(like).trees
@@ -104,25 +104,16 @@ def match(tree: Tree, like: Tree, *, rules: Iterable[Rule] = ()) -> Tree:
     return trees.unflatten(trees.flatten(like)[1], leaves)
 
 
-def _listed(paths: list[str]) -> str:
-    return listed([f"`{path}`" for path in paths], 8)
-
-
-def _filled(leaf: Array, pair: Pair, like: Array) -> Array:
-    """A copy of the array for the other tree."""
-    array = permuted(as_numpy(leaf, pair.left), pair)
+def _filled(leaf: Array, pair: Pair, path: str, like: Array) -> Array:
+    """A copy of the array in the framework, and on the devices, of another one."""
+    array = permuted(as_numpy(leaf, pair.left), pair.rules)
     if tuple(array.shape) != tuple(like.shape):
         raise FuncgaError(
-            f"`{pair.left}` is {described(array)} and `{pair.right}` of `like` is "
-            f"{described(like)}: the shapes differ, and nothing is reshaped. If the axes are "
-            f"permuted, put funcga.trees.Rule(r'{re.escape(pair.left)}', r'{pair.right}', "
-            "axes='oi->io') before the other rules; else make `like` of a model of the same sizes."
+            f"`{pair.left}` is {described(array)} and `{path}` of `like` is {described(like)}: the "
+            "shapes differ, and nothing is reshaped. If the axes are permuted, put "
+            f"funcga.trees.Rule(r'{re.escape(pair.left)}', r'{path}', axes='oi->io') before the "
+            "other rules; else make `like` of a model of the same sizes."
         )
-    return _copied(array, like)
-
-
-def _copied(array: Array, like: Array) -> Array:
-    """A copy of the array in the framework, and on the devices, of another one."""
     framework = framework_of(like)
     assert framework is not None
     return side(framework).moved_like(converted(array, framework, copy=True), like)
@@ -147,7 +138,14 @@ def by_path(tree: Tree, name: str) -> dict[str, Array]:
                 f"two leaves of {name} have the path `{path}`, as a key with a dot in it and as "
                 "nested keys, so that it does not say which is meant. Rename one of the two."
             )
-        _check_leaf(leaf, f"`{path}` of {name}" if path else name)
+        # What only looks like a tree of arrays.
+        if hasattr(leaf, "named_parameters") or is_pathless(leaf):
+            raise FuncgaError(
+                f"{f'`{path}` of {name}' if path else name} is a {type(leaf).__name__}, whose "
+                "arrays have no paths. Pass a dict: dict(module.named_parameters()) or "
+                "module.state_dict() of a module, tree instead of tree.values(); or a list of the "
+                "items."
+            )
         if leaf is not None and not callable(leaf):
             leaves[path] = leaf
     return leaves
@@ -161,28 +159,13 @@ def _children_in(tree: Tree) -> Children:
     framework = walked(tree).trees.children if load_imported() else container_children
 
     def children(node: Tree) -> list[tuple[str, Tree]] | None:
-        if isinstance(node, Mapping):
-            return [(f"[{key!r}]", child) for key, child in node.items()]
         if type(node) in (tuple, list):
             return [(f"[{index}]", child) for index, child in enumerate(node)]
+        if isinstance(node, Mapping):
+            return container_children(node)
         return None if is_pathless(node) else framework(node)
 
     return children
-
-
-def _check_leaf(leaf: object, where: str) -> None:
-    """Raises FuncgaError for leaves that only look like trees of arrays."""
-    if hasattr(leaf, "named_parameters"):
-        raise FuncgaError(
-            f"{where} is the module {type(leaf).__name__}, which is no tree of arrays. Pass its "
-            "parameters, dict(module.named_parameters()), or its buffers too: module.state_dict()."
-        )
-    if is_pathless(leaf):
-        raise FuncgaError(
-            f"{where} is a {type(leaf).__name__}, whose items have no paths. Pass a dict: "
-            "dict(module.named_parameters()) instead of module.parameters(), tree instead of "
-            "tree.values(); or a list of the items."
-        )
 
 
 def as_numpy(leaf: Array, path: str) -> Array:
@@ -243,33 +226,31 @@ def from_state_dict(like: Tree, state_dict: Mapping[str, Array]) -> Tree:
         >>> state = funcga.trees.from_state_dict(tx.init({"w": jnp.zeros(2)}), saved)
     """
     backend = backend_of([like], lambda: ["like"])
-    likes, structure = backend.trees.flatten(like)
-    paths = leaf_paths(like, backend.trees)
-    # None has a path, too, but is in no state dict.
-    expected = [path for path, leaf in zip(paths, likes, strict=True) if leaf is not None]
+    leaves, structure = backend.trees.flatten(like)
+    likes = dict(zip(leaf_paths(like, backend.trees), leaves, strict=True))
     try:
-        check_paths(expected, [*state_dict])
+        check_paths([path for path, leaf in likes.items() if leaf is not None], [*state_dict])
     except PathError as error:
         raise FuncgaError(
             f"the state dict is not of a tree like this one: {error}. Make `like` as the state was "
             "made that was saved: the same params, transform and options."
         ) from None
-    leaves = [
+    filled = [
         leaf if leaf is None else _restored(path, state_dict[path], leaf, backend)
-        for path, leaf in zip(paths, likes, strict=True)
+        for path, leaf in likes.items()
     ]
-    return backend.trees.unflatten(structure, leaves)
+    return backend.trees.unflatten(structure, filled)
 
 
 def _restored(path: str, saved: Array, like: Array, backend: Backend) -> Array:
     # Numbers of Python stay such: NumPy's files make them arrays of 64 bits.
     if not backend.arrays.is_array(like):
         return type(like)(saved) if isinstance(like, int | float | complex | str) else saved
-    ours = side(backend.name)
     array = converted(saved, backend.name, copy=True, name=path)
-    if described(ours.stored(array)) != described(ours.stored(like)):
+    array = side(backend.name).moved_like(array, like)
+    if described(array) != described(like):
         raise FuncgaError(
             f"{path} is {described(array)} in the state dict and {described(like)} in the tree to "
             "fill. Nothing is cast: make `like` of params in the shapes and dtypes that were saved."
         )
-    return ours.moved_like(ours.restored(array, like), like)
+    return array

@@ -347,8 +347,6 @@ WITHOUT_NUMPY = {
     "funcga.verify": "funcga.verify",
     "from funcga import watch": "funcga.watch",
     "funcga.compare(w, w)": "funcga.compare",
-    "funcga.to_numpy(w)": "this call",
-    "funcga.trees.match(w, w)": "this call",
     "funcga.checks.Report": "funcga.checks.Report",
 }
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import jax
 
 from funcga._types import Tree
-from funcga.errors import FuncgaError
+from funcga.errors import FuncgaError, listed
 
 
 def _variables(tree: Tree) -> Iterator[tuple[str, Tree]]:
@@ -49,23 +49,26 @@ def check_unshared(tree: Tree) -> None:
 @contextmanager
 def check_unchanged(tree: Tree) -> Iterator[None]:
     """A context that raises FuncgaError if variables of nnx in the tree have changed in it."""
-    before = {path: jax.tree.leaves(variable) for path, variable in _variables(tree)}
+
+    def values() -> set[tuple[str, int]]:
+        return {
+            (path, id(leaf))
+            for path, variable in _variables(tree)
+            for leaf in jax.tree.leaves(variable)
+        }
+
+    # The leaves are kept alive, so that no other array gets the id of one.
+    before, leaves = values(), jax.tree.leaves(tree)
     yield
-    after = {path: jax.tree.leaves(variable) for path, variable in _variables(tree)}
-    changed = [
-        path
-        for path in {**before, **after}
-        if [*map(id, before.get(path, []))] != [*map(id, after.get(path, []))]
-    ]
+    changed = sorted({path for path, _ in before ^ values()})
+    del leaves
     if changed:
         raise FuncgaError(
-            "grad_fn wrote to "
-            f"{', '.join(f'`{path}`' for path in changed[:4])}{' ...' if changed[4:] else ''}, "
-            "which would be lost: every micro-batch would begin with the same state, and draw the "
-            "same noise. Thread it: graph, params, state = nnx.split(module, nnx.Param, ...), "
-            "in_axes=(None, funcga.CARRY, 0), a module that is nnx.merge(graph, params, state, "
-            "copy=True), and nnx.state(module, nnx.Not(nnx.Param)) returned where the fold is "
-            "funcga.carry()."
+            f"grad_fn wrote to {listed([f'`{path}`' for path in changed])}, which would be lost: "
+            "every micro-batch would begin with the same state, and draw the same noise. Thread "
+            "it: graph, params, state = nnx.split(module, nnx.Param, ...), in_axes=(None, "
+            "funcga.CARRY, 0), a module that is nnx.merge(graph, params, state, copy=True), and "
+            "nnx.state(module, nnx.Not(nnx.Param)) returned where the fold is funcga.carry()."
         )
 
 

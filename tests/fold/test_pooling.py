@@ -148,12 +148,16 @@ def test_refusals(kit):
         (lambda: update(good, pooled, 1.5), "share is 1.5: it is the part of the new statistics, from 0 to 1"),
         (
             lambda: update({"a": good}, {"a": x}),
-            "`statistics['a']` is float32[2], and the pooled statistics for it are float32[4, 2]. Give a Pooled of that "
-            "shape: what fold=funcga.pooled() makes of the statistics of micro-batches.",
+            "the pooled statistics are not those of these layers: at statistics['a'] it has an array, and there is dict",
         ),
         (
             lambda: update({"a": good}, {"b": pooled}),
-            "`statistics` has ['a'], and the pooled statistics have ['b'] there. Give those of the same layers.",
+            "the pooled statistics are not those of these layers: at statistics it has dict(['b']), and there is dict(['a'])",
+        ),
+        (
+            lambda: update({"a": good}, {"a": funcga.normalizers.Pooled(x, x, x)}),
+            "`a.mean` is float32[2], and the pooled statistics for it are float32[4, 2]. Give a Pooled of that shape: what "
+            "fold=funcga.pooled() makes of the statistics of micro-batches.",
         ),
         (
             fold,
@@ -165,6 +169,14 @@ def test_refusals(kit):
         with pytest.raises(FuncgaError) as caught:
             call()
         assert text in str(caught.value)
+
+
+def test_a_layer_has_a_mean_and_a_variance(kit):
+    x = kit.arrays(np.ones(2, "float32"))
+    with pytest.raises(KeyError, match="variance"):
+        funcga.statistics.running_statistics(
+            {"mean": x, "variance": x}, funcga.normalizers.Pooled(x, x, x), share=0.1, unbiased=True
+        )
 
 
 def test_a_mean_and_a_variance_of_different_shapes(kit):

@@ -48,7 +48,6 @@ def folding_of(window: Any, loss: torch.Tensor, aux: Tree) -> Folding:
         may_be_wide=window.own is None and not any(map(is_dtensor, window.inputs)),
     )
     may_differ = gradient.has_aux or window.plan.moving or window.watching is not None
-    dtype = None if may_differ or type(loss) is not torch.Tensor else loss.dtype
-    if dtype is not None:
-        window.plan = replace(window.plan, folding=folding, loss_dtype=dtype)
+    if type(loss) is torch.Tensor and not may_differ:
+        window.plan = replace(window.plan, folding=folding, loss_dtype=loss.dtype)
     return folding

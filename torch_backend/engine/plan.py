@@ -166,11 +166,12 @@ def plan_of(
     arguments that cannot be differentiated.
     """
     indices: tuple[int, ...] = (OWN,)
+    moving: tuple[int, ...] = ()
     if own is None:
         indices = gradient.arg_indices(len(parts))
         for index in indices:
             check_unfrozen(parts[index].value, gradient, index)
-    moving = tuple([index for index in indices if own is None and parts[index].axes])
+        moving = tuple([index for index in indices if parts[index].axes])
     whole = tuple([index for index in indices if index not in moving])
     leaves = leaves_of(whole, [part.value for part in parts])
     inputs, originals = leaves.inputs, leaves.originals
@@ -184,7 +185,7 @@ def plan_of(
         moving=moving,
         hooked=hooked,
         watches=ON and own is None and any_requires_grad(originals),
-        autocast=autocasting() if _private.is_any_autocast_enabled() else (),
+        autocast=autocasting(),
         takes_weights=may_weigh and not any(map(is_narrow, inputs)),
         on_host=all(map(_IS_CPU, inputs)),
         run=run_of(inputs, hooked),

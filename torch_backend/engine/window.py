@@ -36,7 +36,7 @@ from torch_backend.engine.leaves import (
     copied_leaves,
 )
 from torch_backend.engine.plan import Plan, plan_of, without_autocast
-from torch_backend.gradients import is_constant, put_hooks, switched_off
+from torch_backend.gradients import put_hooks, switched_off
 from torch_backend.modules import PureLoss
 from torch_backend.modules.visits import Visit
 from torch_backend.sums import Sums
@@ -77,11 +77,10 @@ class Window(ExitStack):
     held: Sequence[Any] = ()
     # The weight of all micro-batches, and the share of each: set by `passes` where all are alike
     # and their share is exact, so that sums in this unit are means: nothing is left to divide.
-    even: tuple[float, float] | None = None
-    # Whether a leaf has hooks of the user's, and a cotangent may be a weight: set by `_bind`.
-    hooked = takes_weights = False
-    share: float | None = None  # of all micro-batches, in such a window; set by `_bind`
-    # What the last pass started from, and its type, dtype, device, value; set by `backward`.
+    # Taken back by `_bind`, where sums are no such means.
+    even: tuple[float, float | None] = 0.0, None
+    hooked = False  # whether a leaf has hooks of the user's; set by `_bind`
+    # What the last pass started from, and its dtype, device and value; set by `backward`.
     cotangent: tuple[tuple[object, ...], Any] = (), None
     writes = 0  # set after each pass: how much has been added to the `.grad`s
     begun = False  # whether each of the inputs has its sum as its `.grad`
@@ -227,7 +226,7 @@ class Window(ExitStack):
             self.sums = self._bind(loss, aux)
         sums, folding = self.sums, self.sums.folding
         unit = sums.unit
-        share: Any = sums.share(weight) if self.share is None else self.share
+        share: Any = sums.share(weight) if self.even[1] is None else self.even[1]
         if sums.unit != unit:  # the sums may have been brought to it, which is a write, too
             self.writes = self._count_writes()
         seed = self._add_gradients(objective, weight, share, moving)
@@ -257,7 +256,7 @@ class Window(ExitStack):
         # sums without weights. Else the gradients are taken, and each is folded in as it has to be.
         seed = share if folding.are_weighted else 1.0
         is_lent = folding.lends and (len(folding.ways) < 2 or share == 1)
-        is_lent = is_lent and (seed in (1, self.share) or self._takes(seed, loss.dtype))
+        is_lent = is_lent and (seed in (1, self.even[1]) or self._takes(seed, loss.dtype))
         if not is_lent:
             seed, self.begun = float(counts), False
             for leaf in inputs:
@@ -292,10 +291,7 @@ class Window(ExitStack):
         """Adds the gradients of a loss, times the seed, to the `.grad`s of the leaves."""
         inputs = leaves = (*self.inputs, *moving)
         if not (loss.requires_grad and leaves):
-            # A constant is explained by a gradient inside of the loss, as of a linear function.
-            if leaves and seed and not self.gradient.reached:
-                is_alone = evaluations() == self.evaluations
-                self.unreached |= is_alone and is_constant(loss)
+            functions.note_constant(self, loss, leaves, seed)
             return
         others: AbstractContextManager[None] = nullcontext()
         if self.nodes in self.known:
@@ -304,9 +300,8 @@ class Window(ExitStack):
             inputs, others = functions.restriction(self, loss, leaves)
         on_host = self.plan.on_host and loss.is_cpu
         # One tensor serves all passes from the same cotangent, unless somebody has written to it.
-        kind = type(loss), getattr(loss, "placements", None), loss.dtype, loss.device, seed
-        known, cotangent = self.cotangent
-        if (*kind, 0) != (*known, getattr(cotangent, "_version", None)):
+        kind, (known, cotangent) = (loss.dtype, loss.device, seed), self.cotangent
+        if kind != known or type(loss) is not torch.Tensor or cotangent._version:
             cotangent = torch.full_like(loss, seed, requires_grad=False)
             self.cotangent = kind, cotangent
         watch, hooks = self.watch, _private.FORWARD_PRE_HOOKS
@@ -336,7 +331,8 @@ class Window(ExitStack):
 
     def _takes(self, seed: float, dtype: torch.dtype) -> bool:
         """Whether the cotangent of a pass may be this weight."""
-        return self.takes_weights and arrays.represents_exactly(dtype, seed)
+        may_weigh = self.plan.takes_weights and not (self.plan.autocast or self.hooked)
+        return may_weigh and arrays.represents_exactly(dtype, seed)
 
     # --- what becomes of the output
 
@@ -349,9 +345,11 @@ class Window(ExitStack):
         sums = Sums(plan.folding if is_known else bound.folding_of(self, loss, aux))
         folding = sums.folding
         are_means = folding.lends and folding.are_weighted and not folding.normalized
-        self.takes_weights = plan.takes_weights and not (plan.autocast or self.hooked)
-        if self.even and are_means and self.takes_weights:
-            sums.unit, self.share = self.even
+        may_weigh = plan.takes_weights and not (plan.autocast or self.hooked)
+        if not (are_means and may_weigh):
+            self.even = 0.0, None
+        elif self.even[1] is not None:
+            sums.unit, _ = self.even
         self.held = [None] * len(self.inputs)
         if folding.lends and folding.wide:
             # A wider sum begins with zeros: autograd could only begin it in the leaf's dtype.

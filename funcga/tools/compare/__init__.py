@@ -9,14 +9,13 @@ what rounding explains in `tolerances.py`. It stands on the trees of two framewo
 """
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from funcga._types import Tree
-from funcga.errors import needs_numpy
+from funcga.tools.compare.report import Report
+from funcga.tools.compare.row import row_of
+from funcga.tools.compare.tolerances import TERMS
 from funcga.tools.trees.rules import Rule, pairs, permuted
-
-if TYPE_CHECKING:
-    from funcga.tools.compare.report import Report
+from funcga.trees import as_numpy, by_path
 
 
 def compare(
@@ -25,11 +24,11 @@ def compare(
     *,
     rtol: float | None = None,
     atol: float = 0.0,
-    reduction: int | None = None,
+    reduction: int = TERMS,
     rules: Iterable[Rule] = (),
     names: tuple[str, str] = ("left", "right"),
     check_dtype: bool = True,
-) -> "Report":
+) -> Report:
     """Compares two trees of arrays leaf by leaf, with limits that rounding alone explains.
 
     The leaves are matched by dotted path. A leaf is close if, in every element,
@@ -47,7 +46,6 @@ def compare(
         atol: An absolute tolerance, added to the limit. A gradient that is 0 except for rounding,
             such as that of a bias before a normalisation, needs one.
         reduction: The number of terms in the longest sum that the values come from, without rtol.
-            Default: 256.
         rules: Rename and transpose the leaves of left, see `funcga.trees`.
         names: The names of the two trees in the report.
         check_dtype: Whether leaves of different dtypes are not close; if False, only values count.
@@ -65,32 +63,15 @@ def compare(
         True
         >>> report.assert_close()
     """
-    # NumPy is not needed to install funcga, so only what compares imports it.
-    with needs_numpy("funcga.compare"):
-        from funcga.tools.compare.report import Report
-        from funcga.tools.compare.row import row_of
-        from funcga.tools.compare.tolerances import TERMS
-        from funcga.trees import as_numpy, by_path
     lefts, rights = by_path(left, names[0]), by_path(right, names[1])
-    terms = TERMS if reduction is None else reduction
-    matched = {pair.right: pair for pair in pairs(lefts, rights, tuple(rules))}
+    matched = pairs(lefts, rights, rules)
     rows = []
     # What only the left tree has comes last.
     for path in dict.fromkeys((*rights, *matched)):
-        pair, actual, left_path = matched.get(path), None, path
+        pair, actual = matched.get(path), None
         if pair is not None:
-            left_path = pair.left
-            actual = permuted(as_numpy(lefts[left_path], left_path), pair)
+            actual = permuted(as_numpy(lefts[pair.left], pair.left), pair.rules)
         expected = as_numpy(rights.get(path), path)
-        row = row_of(
-            path,
-            actual,
-            expected,
-            left_path=left_path,
-            limit=rtol,
-            atol=atol,
-            reduction=terms,
-            check_dtype=check_dtype,
-        )
-        rows.append(row)
-    return Report(tuple(rows), (names[0], names[1]), terms if rtol is None else None, rtol, atol)
+        left_path = path if pair is None else pair.left
+        rows.append(row_of(path, left_path, actual, expected, rtol, atol, reduction, check_dtype))
+    return Report(tuple(rows), names, reduction, rtol, atol)

@@ -11,7 +11,7 @@ import numpy as np
 
 from funcga.tools.compare import tolerances
 from funcga.tools.compare.row import Row
-from funcga.tools.reports.tables import json_text, new_figure, save, text_table
+from funcga.tools.reports.tables import json_text, new_figure, text_table
 
 _SHOWN = 8
 
@@ -26,8 +26,8 @@ class Report:
     Attributes:
         rows: A Row for each leaf.
         names: The names of the two trees.
-        reduction: The number of terms in a sum that limits are made for; None if `rtol` was given.
-        rtol: The limit that takes their place, as it was given.
+        reduction: The number of terms in a sum that limits are made for.
+        rtol: The limit that takes their place, if it was given.
         atol: What the absolute difference may be besides.
 
     Example:
@@ -39,7 +39,7 @@ class Report:
 
     rows: tuple[Row, ...]
     names: tuple[str, str] = ("left", "right")
-    reduction: int | None = tolerances.TERMS
+    reduction: int = tolerances.TERMS
     rtol: float | None = None
     atol: float = 0.0
 
@@ -90,9 +90,7 @@ class Report:
             return f"rel may be {self.rtol:g}, as rtol= says{absolute}."
         # A dict is a set that keeps the order of the leaves.
         dtypes = dict.fromkeys(row.dtype for row in self.rows if row.dtype)
-        reasons = "; ".join(
-            tolerances.reason(dtype, self.reduction or tolerances.TERMS) for dtype in dtypes
-        )
+        reasons = "; ".join(tolerances.reason(dtype, self.reduction) for dtype in dtypes)
         return f"rel may be, by dtype: {reasons}{absolute}." if reasons else "No leaf is in both."
 
     def assert_close(self) -> None:
@@ -131,7 +129,7 @@ class Report:
 
     def as_dict(self) -> dict[str, object]:
         """The report for JSON: numbers that are not finite are None, complex ones are pairs."""
-        rows = [vars(row) | {"ok": row.ok} for row in self.rows]
+        rows = [vars(row) | {"status": row.status, "ok": row.ok} for row in self.rows]
         verdict = {"ok": self.ok, "verdict": self.verdict, "tolerance": self.tolerance}
         read: dict[str, object] = json.loads(json_text(verdict | vars(self) | {"rows": rows}))
         return read
@@ -139,32 +137,24 @@ class Report:
     def plot(self, file: str | PathLike[str]) -> None:
         """Writes a plot of the relative differences and their limits to a .png, .svg or .pdf file.
 
-        Raises:
-            FuncgaError: If matplotlib is not installed, or cannot write the file.
+        It needs matplotlib.
         """
         left, right = self.names
-        figure = new_figure("report.plot", (9, 1.8 + 0.24 * len(self.rows)))
+        figure = new_figure(9, 1.8 + 0.24 * len(self.rows))
         axes = figure.add_subplot(
-            xlabel=f"largest |{left} - {right}| / largest |{right}| of the leaf", ylabel="leaf"
+            xlabel=f"largest |{left} - {right}| / largest |{right}| of the leaf, and its limit",
+            xscale="log",
         )
-        # The leaves from top to bottom, those that are not close in red. A logarithmic axis has no
-        # 0 and no infinity: zeros are at its left end, what is not finite at the right one.
-        sizes = [size for row in self.rows for size in (row.relative, row.allowed)]
-        shown = [size for size in sizes if 0 < size < math.inf]
-        low, high = min(shown, default=1e-8) / 10, max(shown, default=0.1) * 10
-        bottom = max(len(self.rows), 1) - 0.5
-        axes.set(xscale="log", xlim=(low / 3, high * 3), ylim=(bottom, -0.5))
-        paths = [row.path or "(the array)" for row in self.rows]
-        axes.set_yticks(range(len(paths)), paths, fontsize="small")
-        axes.grid(alpha=0.3)
-        for line, row in enumerate(self.rows):
-            place = max(row.relative, low) if math.isfinite(row.relative) else high
-            color = "tab:blue" if row.ok else "tab:red"
-            axes.plot(place, line, "o" if row.ok else "X", color=color)
-            if 0 < row.allowed < math.inf:
-                axes.plot(row.allowed, line, marker=4, markersize=9, color="k")
         axes.set_title(f"{self.verdict}\n{self.tolerance}", fontsize="small", loc="left", wrap=True)
-        save(figure, "report.plot", file)
+        # The leaves from top to bottom, those that are not close with a mark. A logarithmic axis
+        # has no 0, no infinity and no NaN: 0 is at its left end, what is not finite at the right.
+        leaves = [f"{'' if row.ok else '! '}{row.path or '(the array)'}" for row in self.rows]
+        found, limits = [row.relative for row in self.rows], [row.allowed for row in self.rows]
+        for marker, sizes in (("o", found), ("k|", limits)):
+            axes.plot(np.nan_to_num(sizes, nan=10).clip(1e-18, 10), leaves, marker)
+        axes.invert_yaxis()
+        axes.grid(alpha=0.3)
+        figure.savefig(file, dpi=120)
 
 
 def _text(rows: Sequence[Row], names: tuple[str, str]) -> str:
@@ -190,7 +180,7 @@ def _cells(row: Row) -> list[str]:
         "" if row.ulps is None else f"{row.ulps:.3g}",
         "" if row.cosine is None else f"{row.cosine:.6g}",
         where,
-        row.status if row.ok else f"! {row.status}{_counts(row)}",
+        row.status if row.ok else f"! {row.status}",
     ]
 
 
@@ -198,11 +188,6 @@ def _pair(pair: Sequence[object]) -> str:
     """One word for both where they are the same, and for the one that there is."""
     words = [[*part] if isinstance(part, tuple) else part for part in pair if part is not None]
     return " vs ".join(dict.fromkeys(map(str, words)))
-
-
-def _counts(row: Row) -> str:
-    counts = {"nan": row.nans, "inf": row.infs}.get(row.status)
-    return f" ({counts[0]} and {counts[1]})" if counts else ""
 
 
 def figure(value: float, digits: int = 1) -> str:
@@ -217,10 +202,9 @@ def _summary(row: Row, names: tuple[str, str]) -> str:
         if math.isinf(row.allowed):
             return f"has abs {figure(row.absolute)}, where {figure(row.atol)} is the limit"
         return f"has rel {figure(row.relative)}, where {figure(row.allowed)} is the limit"
-    counts = _counts(row).strip(" ()")
     return {
-        "nan": f"has NaN: {counts}",
-        "inf": f"has infinities that do not match: {counts}",
+        "nan": f"has NaN: {row.nans[0]} and {row.nans[1]}",
+        "inf": f"has infinities that do not match: {row.infs[0]} and {row.infs[1]}",
         "shape": f"has two shapes: {_pair(row.shapes)}",
         "dtype": f"has two dtypes: {_pair(row.dtypes)}",
         "missing": f"is missing in {names[0]}",

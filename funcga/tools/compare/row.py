@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -32,10 +33,9 @@ class Row:
         values: The two values there.
         nans: The number of NaNs on the left and on the right.
         infs: The number of infinities on the left and on the right.
-        status: 'equal', 'within' or 'beyond' the limit; 'nan' if there is one; 'inf' if infinities
-            do not match; 'shape' or 'dtype' if they differ; 'missing' or 'extra' on the left.
         largest: The largest finite `|right|`.
         atol: The absolute tolerance.
+        check_dtype: Whether leaves of different dtypes are not close.
     """
 
     path: str
@@ -51,9 +51,30 @@ class Row:
     values: tuple[Array, Array] | None = None
     nans: tuple[int, int] = (0, 0)
     infs: tuple[int, int] = (0, 0)
-    status: str = ""
     largest: float = 0.0
     atol: float = 0.0
+    check_dtype: bool = True
+
+    @property
+    def status(self) -> str:
+        """'equal', 'within' or 'beyond' the limit; 'nan' if there is one; 'inf' if infinities do
+        not match; 'shape' or 'dtype' if they differ; 'missing' or 'extra' on the left.
+        """
+        # What explains most comes first: a NaN, say, is also beyond every limit.
+        left, right = self.shapes
+        if left is None or right is None:
+            return "missing" if left is None else "extra"
+        if left != right:
+            return "shape"
+        if self.check_dtype and self.dtypes[0] != self.dtypes[1]:
+            return "dtype"
+        if any(self.nans):
+            return "nan"
+        if math.isinf(self.absolute) and any(self.infs):
+            return "inf"
+        if self.absolute == 0:
+            return "equal"
+        return "within" if self.absolute <= self.atol + self.limit * self.largest else "beyond"
 
     @property
     def ok(self) -> bool:
@@ -85,35 +106,30 @@ class Row:
 
 def row_of(
     path: str,
+    left_path: str,
     left: Array,
     right: Array,
-    *,
-    left_path: str | None = None,
-    limit: float | None = None,
-    atol: float = 0.0,
-    reduction: int = tolerances.TERMS,
-    check_dtype: bool = True,
+    rtol: float | None,
+    atol: float,
+    reduction: int,
+    check_dtype: bool,
 ) -> Row:
     """Compares two leaves: NumPy arrays, numbers, other objects, or None for a missing one.
 
-    `limit` is that of the relative difference; by default that of the coarser dtype and of sums of
+    The limit of the relative difference is `rtol`, or that of the coarser dtype and of sums of
     `reduction` terms. Raises FuncgaError for masked arrays.
     """
     left, right = _as_array(left, path), _as_array(right, path)
     shapes = getattr(left, "shape", None), getattr(right, "shape", None)
     dtypes = _dtype(left), _dtype(right)
-    # Says nothing yet but what is compared; each way of comparing fills in what it learns.
-    row = Row(path, path if left_path is None else left_path, shapes, dtypes, atol=atol)
-    if left is None or right is None:
-        return replace(row, status="missing" if left is None else "extra")
-    if limit is None:
-        limit = tolerances.limit(row.dtype or "", reduction)
-    row = replace(row, limit=limit)
+    row = Row(path, left_path, shapes, dtypes, atol=atol, check_dtype=check_dtype)
+    if row.dtype is None:
+        return row
+    row = replace(row, limit=tolerances.limit(row.dtype, reduction) if rtol is None else rtol)
     if left.shape != right.shape:
-        return replace(row, status="shape")
-    if not _has_numbers(left) or not _has_numbers(right):
-        return _of_objects(row, left, right, check_dtype)
-    return _of_numbers(row, left, right, check_dtype)
+        return row
+    is_of_numbers = _has_numbers(left) and _has_numbers(right)
+    return replace(row, **(_of_numbers if is_of_numbers else _of_objects)(left, right))
 
 
 def _as_array(leaf: Array, path: str) -> Array:
@@ -134,24 +150,24 @@ def _as_array(leaf: Array, path: str) -> Array:
 
 
 def _dtype(array: Array) -> str | None:
-    return None if array is None else str(array.dtype.name)
+    """The name of the dtype; for texts without their length."""
+    if array is None:
+        return None
+    return str(array.dtype.type.__name__ if array.dtype.kind in "US" else array.dtype.name)
 
 
 def _has_numbers(array: Array) -> bool:
     return array.dtype.kind in "biufc" or array.dtype.type.__module__ == "ml_dtypes"
 
 
-def _of_objects(row: Row, left: Array, right: Array, check_dtype: bool) -> Row:
-    """The Row of two arrays at least one of which has no numbers: they are equal or not."""
-    kind, has_units = left.dtype.kind, left.dtype.kind in "MmV"
-    if kind != right.dtype.kind or (check_dtype and has_units and left.dtype != right.dtype):
-        return replace(row, status="dtype")
+def _of_objects(left: Array, right: Array) -> dict[str, Any]:
+    """The measures of two arrays at least one of which has no numbers: they are equal or not."""
     apart = np.atleast_1d(left != right)
     if not apart.any():
-        return replace(row, status="equal", absolute=0.0, relative=0.0)
+        return {"absolute": 0.0, "relative": 0.0}
     position = int(np.argmax(apart))
     values = repr(left.item(position)), repr(right.item(position))
-    return replace(row, status="beyond", index=_index(position, right.shape), values=values)
+    return {"index": _index(position, right.shape), "values": values}
 
 
 def _index(position: int, shape: Shape) -> Shape:
@@ -165,22 +181,21 @@ large the arrays.
 """
 
 
-def _of_numbers(row: Row, left: Array, right: Array, check_dtype: bool) -> Row:
-    """The Row of two arrays of the same shape, computed in float64 or complex128.
+def _of_numbers(left: Array, right: Array) -> dict[str, Any]:
+    """The measures of two arrays of the same shape, computed in float64 or complex128.
 
-    It is exact for integers, and between integers and floats 0 only if both are exactly equal.
+    They are exact for integers, and between integers and floats 0 only if both are exactly equal.
     """
     # One pass over the elements in chunks, so that float64 copies never take more than a chunk's
     # memory. Units in the last place are counted only between floats of one dtype.
     has_ulps = left.dtype == right.dtype and _bits(left.dtype) is not None
-    worst, position, largest, ulps = 0.0, None, 0.0, 0.0
-    nans, infs, products = np.zeros(2, int), np.zeros(2, int), np.zeros(3)
+    worst, position, largest, ulps = 0.0, 0, 0.0, 0.0
+    counts, products = np.zeros((2, 2), int), np.zeros(3)
     lefts, rights = left.reshape(-1), right.reshape(-1)
     for start in range(0, left.size, CHUNK):
         a, b = lefts[start : start + CHUNK], rights[start : start + CHUNK]
         x, y = _wide(a), _wide(b)
-        nans += [np.count_nonzero(np.isnan(x)), np.count_nonzero(np.isnan(y))]
-        infs += [np.count_nonzero(np.isinf(x)), np.count_nonzero(np.isinf(y))]
+        counts += [[np.isnan(each).sum(), np.isinf(each).sum()] for each in (x, y)]
         largest = max(largest, float(np.abs(y[np.isfinite(y)]).max(initial=0.0)))
         apart = _apart(a, b, x, y)
         # The first NaN, if there is one. Once the worst is NaN, it stays so.
@@ -194,20 +209,22 @@ def _of_numbers(row: Row, left: Array, right: Array, check_dtype: bool) -> Row:
         with np.errstate(over="ignore", invalid="ignore"):
             products += [np.vdot(x, y).real, np.vdot(x, x).real, np.vdot(y, y).real]
     zeros = math.inf if worst > 0 else worst  # beside zeros: infinite, 0 or NaN
-    index = None if position is None else _index(position, right.shape)
-    compared = replace(
-        row,
-        absolute=worst,
-        relative=worst / largest if largest else zeros,
-        ulps=ulps if has_ulps else None,
-        cosine=_cosine(*products.tolist()),
-        index=index,
-        values=None if index is None else (_number(left[index]), _number(right[index])),
-        nans=tuple(nans.tolist()),
-        infs=tuple(infs.tolist()),
-        largest=largest,
-    )
-    return replace(compared, status=_status(compared, check_dtype))
+    product, *squares = products.tolist()
+    norm = math.prod(map(math.sqrt, squares))
+    nans, infs = counts.T.tolist()
+    measures = {
+        "absolute": worst,
+        "relative": worst / largest if largest else zeros,
+        "ulps": ulps if has_ulps else None,
+        "cosine": max(-1.0, min(1.0, product / norm)) if 0 < norm < math.inf else None,
+        "nans": tuple(nans),
+        "infs": tuple(infs),
+        "largest": largest,
+    }
+    if worst != 0:
+        index = _index(position, right.shape)
+        measures |= {"index": index, "values": (_number(left[index]), _number(right[index]))}
+    return measures
 
 
 def _wide(array: Array) -> Array:
@@ -269,25 +286,6 @@ def _bits(dtype: Dtype) -> str | None:
     return f"int{8 * dtype.itemsize}" if has_sign else None
 
 
-def _cosine(product: float, left: float, right: float) -> float | None:
-    """The cosine of an angle, from the products of two vectors with each other and themselves."""
-    norm = math.sqrt(left) * math.sqrt(right)
-    return max(-1.0, min(1.0, product / norm)) if 0 < norm < math.inf else None
-
-
 def _number(element: Array) -> Array:
     """An element as Python's own bool, int, float or complex."""
     return (element if element.dtype.kind in "biu" else _wide(element)).item()
-
-
-def _status(row: Row, check_dtype: bool) -> str:
-    # What explains most comes first: a NaN, say, is also beyond every limit.
-    if check_dtype and row.dtypes[0] != row.dtypes[1]:
-        return "dtype"
-    if any(row.nans):
-        return "nan"
-    if math.isinf(row.absolute) and any(row.infs):
-        return "inf"
-    if row.absolute == 0:
-        return "equal"
-    return "within" if row.absolute <= row.atol + row.limit * row.largest else "beyond"

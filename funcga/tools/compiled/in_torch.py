@@ -311,8 +311,9 @@ class CompiledWindow(Window):
     def _bind(self, loss: torch.Tensor, aux: Tree) -> Sums:
         if self.totals is None:
             return super()._bind(loss, aux)
-        folding = self.plan.folding or bound.folding_of(self, loss, aux)
-        sums = Sums(folding)
+        is_known = loss.dtype is self.plan.loss_dtype
+        folding = self.plan.folding if is_known else bound.folding_of(self, loss, aux)
+        sums, self.even = Sums(folding), (0.0, None)
         for index, total in zip(folding.grads, self.totals, strict=True):
             sums.of[index] = total
         self._hold(self.totals)

@@ -16,13 +16,13 @@ from os import PathLike
 from typing import Any
 
 from funcga._backend.dispatch import load
-from funcga.tools.doctor.causes import is_note, judge, off
-from funcga.tools.doctor.windows import Finding, Window
-from funcga.tools.reports.tables import bars, json_text, new_figure, save, text_table
+from funcga.tools.doctor.causes import NOTES, judge, off
+from funcga.tools.doctor.windows import Window
+from funcga.tools.reports.tables import bars, json_text, new_figure, text_table
 from funcga.tools.verify import cause_lines, wrapped
 from funcga.tools.verify.causes import Cause, cause, note
 
-ROWS, BARS = 8, 16  # rows of a table, and micro-batches of a row
+ROWS = 8  # of a table
 
 
 class watch:  # noqa: N801 - as torch.no_grad, it stands behind `with`
@@ -65,6 +65,9 @@ class watch:  # noqa: N801 - as torch.no_grad, it stands behind `with`
         True
 
     Attributes:
+        causes: What is wrong, the worst first: `.name`, `.what`, the line that is the `.fix`, and
+            `.evidence`.
+        notes: Further remarks, such as what cannot be seen.
         windows: A Window for each step, in their order: its micro-batches, their `.shares` in the
             gradient beside those in the targets, the `.factor` between what the optimizer got and
             the mean over the window, `.ok`, and the names of its `.causes`.
@@ -77,8 +80,10 @@ class watch:  # noqa: N801 - as torch.no_grad, it stands behind `with`
         from funcga.tools.doctor.loop_in_torch import Loop
 
         self._loop = Loop(model, optimizer, across, steps)
-        self._findings: list[Finding] = []
         self.windows: list[Window] = self._loop.windows
+        # What is found when the watch ends.
+        self.causes: tuple[Cause, ...] = ()
+        self.notes: tuple[str, ...] = ()
 
     def __enter__(self) -> "watch":
         self._loop.open()
@@ -86,7 +91,11 @@ class watch:  # noqa: N801 - as torch.no_grad, it stands behind `with`
 
     def __exit__(self, *error: object) -> None:
         self._loop.close(is_whole=error[0] is None)
-        self._findings = [*(self._loop.quietly(judge, self.windows) or ()), *self._loop.findings]
+        found = [*(self._loop.quietly(judge, self.windows) or ()), *self._loop.findings]
+        self.causes = tuple(
+            cause(name, __name__, **words) for name, words in found if name not in NOTES
+        )
+        self.notes = tuple(note(name, __name__, **words) for name, words in found if name in NOTES)
 
     @property
     def ok(self) -> bool | None:
@@ -95,20 +104,6 @@ class watch:  # noqa: N801 - as torch.no_grad, it stands behind `with`
             return False
         known = [window.ok for window in self.windows if window.is_step]
         return True if known and all(known) and not self._loop.is_blind else None
-
-    @property
-    def causes(self) -> tuple[Cause, ...]:
-        """What is wrong, the worst first: `.name`, `.what`, the line that is the `.fix`, and
-        `.evidence`.
-        """
-        found = [each for each in self._findings if not is_note(each)]
-        return tuple(cause(each.name, __name__, **each.words) for each in found)
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Further remarks, such as what cannot be seen."""
-        found = [each for each in self._findings if is_note(each)]
-        return tuple(note(each.name, __name__, **each.words) for each in found)
 
     def assert_exact(self) -> None:
         """Raises an error unless every window was exact.
@@ -127,19 +122,16 @@ class watch:  # noqa: N801 - as torch.no_grad, it stands behind `with`
 
     def plot(self, file: str | PathLike[str]) -> None:
         """Writes a picture of the shares in the window that is furthest off, to a .png, .svg or
-        .pdf file.
-
-        Raises:
-            FuncgaError: If matplotlib is not installed, or cannot write the file.
+        .pdf file. It needs matplotlib.
         """
         worst = max(self.windows, key=off, default=Window())
-        figure = new_figure("watched.plot", (8, 4))
+        figure = new_figure(8, 4)
         axes = figure.subplots()
         axes.bar(range(len(worst.shares)), worst.shares, label="share of the gradient")
         axes.plot(worst.of_targets, "k_", label="share of the targets")
         axes.set(xlabel="micro-batch", title=", ".join(_row(worst)[::5]))
         axes.legend()
-        save(figure, "watched.plot", file)
+        figure.savefig(file, dpi=120)
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
@@ -179,8 +171,8 @@ def _row(window: Window) -> list[str]:
         str(window.number),
         window.optimizer,
         str(len(window.parts)),
-        bars(window.of_targets, BARS),
-        bars(window.shares, BARS),
+        bars(window.of_targets),
+        bars(window.shares),
         f"{window.factor:.4g}",
         verdict,
     ]

@@ -14,10 +14,8 @@ from typing import NamedTuple
 from funcga.tools.doctor.windows import Finding, Term, Window
 from funcga.tools.verify.causes import texts
 
-
-def is_note(finding: Finding) -> bool:
-    """Whether it is no error."""
-    return finding.name in texts("funcga.tools.doctor")["notes"]
+NOTES = texts("funcga.tools.doctor")["notes"]
+"""The findings that are no errors, by name."""
 
 
 def judge(windows: Sequence[Window]) -> list[Finding]:
@@ -34,9 +32,10 @@ def judge(windows: Sequence[Window]) -> list[Finding]:
         if window.is_step and not window.unknown:
             window.findings += [*_of_losses(window, most)]
         if window.unknown and window.is_step:
-            words: dict[str, object] = {"window": window.number, "why": window.unknown}
-            window.findings.append(Finding("unknown", words))
-        names = [each.name for each in window.findings if not is_note(each)]
+            window.findings.append(
+                Finding("unknown", {"window": window.number, "why": window.unknown})
+            )
+        names = [name for name, _ in window.findings if name not in NOTES]
         window.causes = tuple(dict.fromkeys(names))
     ordered = sorted(windows, key=off)
     worst = {each.name: each for window in ordered for each in window.findings}
@@ -185,7 +184,7 @@ def _off(factor: float) -> float:
 
 def _names(weighing: Weighing, window: Window, n: float, most: int) -> Iterator[str]:
     """What is wrong; "" for something that cannot be told."""
-    if not all(map(is_note, window.findings)):
+    if any(name not in NOTES for name, _ in window.findings):
         return  # an event has a name already
     places = Counter(each.place for each, _ in window.parts)
     is_exact = math.isclose(weighing.factor, 1, rel_tol=max(window.precision, 1e-4))

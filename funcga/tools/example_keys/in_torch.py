@@ -8,7 +8,6 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
 
 import torch
 from torch import nn
@@ -176,8 +175,9 @@ def _seeded(seed: int, args: tuple[Tree, ...]) -> Iterator[None]:
     """A context in which the global generators, of the host and of the devices of the arguments,
     begin at a seed.
     """
-    modules = [module for module in args if isinstance(module, nn.Module)]
-    devices = devices_of([*trees.flatten(args)[0], *chain(*[m.parameters() for m in modules])])
+    leaves = trees.flatten(args)[0]
+    modules = [leaf for leaf in leaves if isinstance(leaf, nn.Module)]
+    devices = devices_of(leaves + [param for each in modules for param in each.parameters()])
     before = generator_states(devices)
     generators = [torch.Generator(), *map(torch.Generator, devices)]
     seeded = [generator.manual_seed(seed).get_state() for generator in generators]

@@ -13,7 +13,4 @@ def finite(leaves: Sequence[Array | None], backend: Backend) -> Array:
         found: Array = load("finite.in_torch", "finite").finite(leaves)
         return found
     xp = backend.arrays.xp
-    all_finite = xp.asarray(True)
-    for leaf in leaves:
-        all_finite = all_finite if leaf is None else xp.isfinite(leaf).all() & all_finite
-    return all_finite
+    return xp.asarray([xp.isfinite(leaf).all() for leaf in leaves if leaf is not None]).all()

@@ -23,7 +23,7 @@ from funcga.errors import FuncgaError
 from funcga.folds import Fold, sum
 from funcga.tools.compare import compare, tolerances
 from funcga.tools.compare.report import Report
-from funcga.tools.compare.row import Row, row_of
+from funcga.tools.compare.row import Row
 from funcga.tools.parity import Problem
 from funcga.tools.trees import to_jax, to_numpy, to_torch, walked
 from funcga.tools.verify import Verdict, verify
@@ -236,8 +236,9 @@ class Side:
         parameters were given.
         """
         report = self.compared(left.gradient, right.gradient, names, self.reduction)
-        loss = row_of("loss", left.loss, right.loss, limit=report.rtol, check_dtype=False)
-        return replace(report, rows=(loss, *report.rows))
+        losses = {"loss": left.loss}, {"loss": right.loss}
+        loss = compare(*losses, rtol=report.rtol, check_dtype=False)
+        return replace(report, rows=(*loss.rows, *report.rows))
 
     def compared(
         self,

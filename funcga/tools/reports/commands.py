@@ -1,6 +1,5 @@
 """What the commands share: objects by `FILE.py:NAME`, and what is installed."""
 
-import difflib
 import importlib.metadata
 import importlib.util
 import platform
@@ -28,55 +27,33 @@ def load_object(where: str, definition: str) -> Loaded:
 
     The file is run as Python runs a script, with its own folder first in sys.path, but not as
     `__main__`. Raises FuncgaError for whatever the file raises, and if there is no such file or
-    name: then it offers names of the file, and the definition, such as `problem =
-    funcga.checks.Problem(...)`.
+    name: then it shows the definition, such as `problem = funcga.checks.Problem(...)`.
     """
     # A colon may also stand in a path, so the name begins after ".py:".
     file, _, name = where.partition(".py:")
     path = Path(file if file.endswith(".py") else f"{file}.py")
-    default = definition.split()[0]
-    name = name or default
-    if not path.is_file():
-        raise FuncgaError(
-            f"{where}: there is no file {path}. Write FILE.py:{default}, a path from the current "
-            "folder."
-        )
-    module = _module(path)
+    name = name or definition.split()[0]
+    loaded = f"{_PREFIX}{path.stem}"
+    spec = importlib.util.spec_from_file_location(loaded, path)
+    assert spec is not None
+    assert spec.loader is not None
+    # Under a prefix in sys.modules: `blamed` knows it by that, and pickle finds it.
+    module = sys.modules[loaded] = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.parent.resolve()))
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        raise FuncgaError(f"{path} does not import: {blamed(error)}") from error
     variables = vars(module)
     if name not in variables:
-        # The names closest to the one that was asked for, else the last ones: results stand at the
-        # end of a file.
-        names = [
-            each
-            for each, value in variables.items()
-            if not each.startswith("_") and not isinstance(value, ModuleType)
-        ]
-        offered = difflib.get_close_matches(name, names, n=3) or names[-6:]
         raise FuncgaError(
-            f"{where}: {path} has no `{name}`, but {', '.join(offered) or 'nothing'}. Write "
-            f"{path}:NAME of what is meant, or add it: {definition}."
+            f"{where}: {path} has no `{name}`. Write {path}:NAME of what is meant, or add it: "
+            f"{definition}."
         )
     return Loaded(variables[name], name, module)
 
 
 _PREFIX = "funcga_loaded_"
-
-
-def _module(path: Path) -> ModuleType:
-    name = f"{_PREFIX}{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    # Under a prefix in sys.modules: `blamed` knows it by that, and pickle finds it.
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(path.parent.resolve()))
-    try:
-        spec.loader.exec_module(module)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        raise FuncgaError(f"{path} does not import: {blamed(error)}") from error
-    return module
 
 
 def blamed(error: BaseException) -> str:
@@ -130,32 +107,15 @@ def versions() -> dict[str, str]:
     return ours | {name: version for name in names if (version := _version(name))}
 
 
-def devices() -> dict[str, list[str]]:
-    """The devices of each framework that is installed, which this imports."""
-    return {
-        name: importlib.import_module(f"funcga.tools.trees.in_{name}").devices()
-        for name in ("torch", "jax")
-        if _is_found(name)
-    }
-
-
 def show() -> None:
     """Prints the versions and the devices as a table."""
-    # The frameworks alone have devices.
-    devices_of = devices()
     lines = [["package", "version", "devices"]]
     lines += [["python", platform.python_version(), platform.platform()]]
     lines += [["funcga", __version__, ""]]
-    lines += [
-        [name, _version(name) or "not installed", ", ".join(devices_of.get(name, ()))]
-        for name in PACKAGES
-    ]
+    for name in PACKAGES:
+        version, devices = _version(name), list[str]()
+        # The frameworks alone have devices.
+        if version and name in ("torch", "jax"):
+            devices = importlib.import_module(f"funcga.tools.trees.in_{name}").devices()
+        lines.append([name, version or "not installed", ", ".join(devices)])
     print(text_table(lines))
-
-
-def _is_found(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    # A ValueError where it is None in sys.modules, as a package that must not be imported is.
-    except (ImportError, ValueError):
-        return False

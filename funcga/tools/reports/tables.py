@@ -2,10 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from os import PathLike
 from typing import TYPE_CHECKING
-
-from funcga.errors import FuncgaError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -18,13 +15,11 @@ def text_table(lines: Sequence[Sequence[str]], right: bool = False) -> str:
     return "\n".join("  ".join(map(justify, line, widths)).rstrip() for line in lines)
 
 
-def bars(shares: Sequence[float], most: int) -> str:
-    """A bar for each of the first shares, the largest as high as a letter."""
+def bars(shares: Sequence[float]) -> str:
+    """A bar for each of the first 16 shares, the largest as high as a letter."""
     largest = max(shares, default=0.0)
     heights = "▁▂▃▄▅▆▇█"
-    return "".join(
-        heights[round(7 * each / largest)] if each > 0 else "_" for each in shares[:most]
-    )
+    return "".join(heights[round(7 * each / largest)] if each > 0 else "_" for each in shares[:16])
 
 
 def json_text(value: object) -> str:
@@ -33,25 +28,9 @@ def json_text(value: object) -> str:
     return json.dumps(json.loads(text, parse_constant=lambda _: None), indent=1)
 
 
-def new_figure(name: str, size: tuple[float, float]) -> "Figure":
-    """An empty figure of this size in inches. `name` is the method that draws."""
-    try:
-        # Not pyplot, which keeps every figure and may want a screen.
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise FuncgaError(
-            f"{error.name} is not installed, and {name} draws with it. Install it: pip install "
-            "'funcga[parity]'"
-        ) from error
-    return Figure(figsize=size, layout="constrained")
+def new_figure(width: float, height: float) -> "Figure":
+    """An empty figure of this size in inches."""
+    # Not pyplot, which keeps every figure and may want a screen.
+    from matplotlib.figure import Figure
 
-
-def save(figure: "Figure", name: str, file: str | PathLike[str]) -> None:
-    """Writes a figure to a .png, .svg or .pdf file."""
-    try:
-        figure.savefig(file, dpi=120)
-    except (OSError, ValueError) as error:
-        raise FuncgaError(
-            f"{name} cannot write {str(file)!r}: {error}. Name a .png, .svg or .pdf file in a "
-            "folder that exists."
-        ) from error
+    return Figure(figsize=(width, height), layout="constrained")

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 from funcga._backend import Trees
 from funcga._backend.dispatch import is_numpy, load, load_imported
-from funcga._backend.prefixes import leaf_paths, paths_apart
+from funcga._backend.prefixes import leaf_paths
 from funcga._types import Array, Structure, Tree
-from funcga.errors import FuncgaError, listed
+from funcga.errors import FuncgaError
 
 
 def to_torch(tree: Tree, *, copy: bool | None = True, device: object = None) -> Tree:
@@ -86,8 +86,8 @@ def to_jax(tree: Tree, *, copy: bool | None = True, device: object = None) -> Tr
     Raises:
         FuncgaError: If an array, which the error names, has 64 bits while these are disabled in
             JAX, which would narrow it silently; if JAX does not support it: a DTensor, a sparse
-            tensor, a dtype such as torch.int4, a tensor of a running torch.func transform; or if
-            there is no such device.
+            tensor, a dtype such as torch.int4, a tensor of a running torch.func transform. If
+            there is no such device, JAX says so.
 
     Example:
         >>> funcga.to_jax({"w": torch.ones(2)})
@@ -160,16 +160,10 @@ def converted(
     Arrays on these platforms stay there, like those on the framework's own. `name` is the name of
     the tree in errors.
     """
-    if not (copy is None or isinstance(copy, bool)):
-        raise FuncgaError(
-            f"copy={copy!r} is neither True (copy all), None (where it must be) nor False "
-            "(nothing)."
-        )
     target = side(framework)
-    place = None if device is None else target.device(device)
     platforms = {*platforms, *target.platforms()}
     walk = walked(tree)
-    arrays = target.placed(_imported(walk, framework, platforms, name), place)
+    arrays = target.placed(_imported(walk, framework, platforms, name), device)
     if copy is None:
         return walk.rebuilt(arrays)
     shared = []
@@ -201,8 +195,6 @@ def _imported(walk: "Walk", framework: str, platforms: Collection[str], name: st
             if source != framework:
                 exported = side(source).export_array(leaf, platforms)
             arrays.append(side(framework).import_array(exported))
-        except FuncgaError:
-            raise
         # The framework that cannot have the array says why.
         except Exception as error:
             why = str(error).strip().partition("\n")[0].rstrip(".")
@@ -228,7 +220,7 @@ def shares_memory(left: Tree, right: Tree) -> dict[str, bool]:
         out.
 
     Raises:
-        FuncgaError: If one tree has arrays that the other does not have; the error names them.
+        KeyError: If one tree has an array at a path where the other has none.
 
     Example:
         >>> params = {"w": torch.ones(2), "b": torch.ones(1)}
@@ -237,27 +229,11 @@ def shares_memory(left: Tree, right: Tree) -> dict[str, bool]:
     """
     # Trees of two frameworks have their leaves in different orders, so these are matched by path.
     lefts, rights = _extents(left), _extents(right)
-    missing, new = paths_apart([*lefts], [*rights])
-    if missing or new:
-        raise FuncgaError(
-            f"left and right have arrays at other paths: only left has {listed(missing)}, only "
-            f"right has {listed(new)}. Compare trees of the same structure, such as a tree and "
-            "funcga.to_jax(tree, copy=None)."
-        )
-    return {path: _overlap(extents, rights[path]) for path, extents in lefts.items()}
+    return {path: _overlap(lefts[path], rights[path]) for path in lefts | rights}
 
 
 Extent = tuple[int, int]
 """The addresses of the first byte of a piece of memory, and of the one after its last."""
-
-
-def extent(start: int, shape: Sequence[int], strides: Sequence[int], itemsize: int) -> Extent:
-    """The Extent of a strided array with its first element at `start`; strides are in bytes."""
-    # Along each axis the last element lies this far from the first; with a negative stride, before
-    # it.
-    spans = [(size - 1) * stride for size, stride in zip(shape, strides, strict=True)]
-    first = start + sum(min(span, 0) for span in spans)
-    return first, start + sum(max(span, 0) for span in spans) + itemsize
 
 
 def _extents(tree: Tree) -> dict[str, list[Extent]]:
@@ -309,12 +285,12 @@ def walked(tree: Tree) -> Walk:
         }
         walk = Walk(tree, backend.trees, leaves, structure, arrays)
         # A leaf that is no plain value may be a container that only another framework knows.
-        others = [leaf for index, leaf in enumerate(leaves) if index not in arrays]
+        are_plain = all(
+            index in arrays or leaf is None or isinstance(leaf, int | float | complex | str)
+            for index, leaf in enumerate(leaves)
+        )
         owners = {framework for _, framework in arrays.values()} - {"numpy"}
         is_own = backend.name in owners
-        are_plain = all(
-            leaf is None or isinstance(leaf, int | float | complex | str) for leaf in others
-        )
         if are_plain and (is_own or not owners):
             return walk
         walks.setdefault((len(arrays), is_own), walk)

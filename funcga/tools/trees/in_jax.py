@@ -3,37 +3,19 @@ new memory once.
 """
 
 from contextlib import suppress
-from typing import TypeAlias
 
 import jax
 import numpy as np
 
 from funcga._types import Array
-from funcga.errors import FuncgaError
 from funcga.tools.trees import Extent
 from jax_backend import _private, arrays
-
-Place: TypeAlias = jax.Device | jax.sharding.Sharding
 
 
 def platforms() -> set[str]:
     """The kinds of devices from which this framework imports by DLPack: 'cpu', 'gpu' and so on."""
     # The CPU is left out: NumPy's arrays are uncommitted there, and go to the default device.
     return {device.platform for device in jax.local_devices()} - {"cpu"}
-
-
-def device(name: object) -> Place:
-    """The device of this name. If there is none, the error says so."""
-    if isinstance(name, jax.Device | jax.sharding.Sharding):
-        return name
-    platform, _, index = str(name).partition(":")
-    try:
-        return jax.local_devices(backend=platform)[int(index or 0)]
-    except (IndexError, RuntimeError, ValueError) as error:
-        raise FuncgaError(
-            f"device={str(name)!r} is none that JAX has here; it has "
-            f"{', '.join(map(repr, devices()))}."
-        ) from error
 
 
 def devices() -> list[str]:
@@ -88,11 +70,14 @@ def _is_abstract(array: Array) -> bool:
     return isinstance(array, jax.ShapeDtypeStruct) or _private.is_traced(array)
 
 
-def placed(arrays: list[Array], device: Place | None) -> list[Array]:
+def placed(arrays: list[Array], device: object) -> list[Array]:
     """Imported arrays as this framework's on a device, in the same memory where it can be.
 
     JAX's own stay where they are if there is none, and traced ones always.
     """
+    if not isinstance(device, jax.Device | jax.sharding.Sharding | None):
+        platform, _, number = str(device).partition(":")
+        device = jax.local_devices(backend=platform)[int(number or 0)]
     moving = [
         index
         for index, array in enumerate(arrays)
@@ -127,15 +112,13 @@ def extents(leaf: jax.Array) -> list[Extent]:
     return [(start, start + piece.nbytes) for start, piece in zip(starts, pieces, strict=True)]
 
 
-stored, restored = arrays.stored, arrays.restored  # as replicas send them
+stored = arrays.stored  # as replicas send them
 
 
 def moved_like(array: jax.Array, like: Array) -> jax.Array:
-    """The array on the devices of another one of its shape."""
+    """The array, or the random keys that were stored so, on the devices of another one."""
+    array = arrays.restored(array, like)
     # Only if the other one is committed: a committed array cannot be combined with one on a
     # mesh, and makes another program.
-    return (
-        jax.device_put(array, like.sharding)
-        if isinstance(like, jax.Array) and like.committed
-        else array
-    )
+    is_committed = isinstance(like, jax.Array) and like.committed
+    return jax.device_put(array, like.sharding) if is_committed else array

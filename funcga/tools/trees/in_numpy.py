@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from funcga._backend.dispatch import is_of_numpy
 from funcga._types import Array
-from funcga.tools.trees import Extent, extent
+from funcga.tools.trees import Extent
 
 
 def platforms() -> set[str]:
@@ -45,8 +45,12 @@ def extents(leaf: Array) -> list[Extent]:
     """
     if not leaf.size or is_of_numpy(leaf, "generic"):
         return []
-    start = leaf.__array_interface__["data"][0]
-    return [extent(start, leaf.shape, leaf.strides, leaf.itemsize)]
+    first = last = leaf.__array_interface__["data"][0]
+    for size, stride in zip(leaf.shape, leaf.strides, strict=True):
+        # With a negative stride the last element of an axis lies before the first.
+        span = (size - 1) * stride
+        first, last = first + min(span, 0), last + max(span, 0)
+    return [(first, last + leaf.itemsize)]
 
 
 def moved_like(array: Array, like: Array) -> Array:

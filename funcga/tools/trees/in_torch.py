@@ -2,7 +2,6 @@
 new memory once.
 """
 
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -10,8 +9,7 @@ from torch.utils import dlpack
 
 from funcga._backend.dispatch import is_numpy
 from funcga._types import Array
-from funcga.errors import needs_numpy
-from funcga.tools.trees import Extent, extent
+from funcga.tools.trees import Extent
 from torch_backend import arrays
 from torch_backend.dtensor import is_dtensor, local
 
@@ -19,11 +17,6 @@ from torch_backend.dtensor import is_dtensor, local
 def platforms() -> set[str]:
     """The kinds of devices from which this framework imports by DLPack: 'cpu', 'gpu' and so on."""
     return {"cpu", "gpu"} if torch.cuda.is_available() else {"cpu"}
-
-
-def device(name: Any) -> torch.device:
-    """The device of this name. If there is none, the error says so."""
-    return torch.empty(0, device=name).device
 
 
 def devices() -> list[str]:
@@ -52,9 +45,6 @@ _EXTENSIONS = {name for name in dir(torch) if name.startswith("float8_")} | {"bf
 
 def _as_numpy(tensor: torch.Tensor) -> Array:
     """A tensor of the CPU as NumPy's, in its memory."""
-    # Without it a tensor only says that it is not available.
-    with needs_numpy("this call"):
-        import_module("numpy")
     name = str(tensor.dtype).removeprefix("torch.")
     if name not in _EXTENSIONS:
         return tensor.numpy()
@@ -80,7 +70,7 @@ def import_array(array: Array) -> torch.Tensor:
     return torch.from_numpy(array)
 
 
-def placed(arrays: list[torch.Tensor], device: torch.device | None) -> list[torch.Tensor]:
+def placed(arrays: list[torch.Tensor], device: Any) -> list[torch.Tensor]:
     """Imported arrays as this framework's on a device, in the same memory where it can be."""
     return [array.to(device=device) for array in arrays]
 
@@ -112,8 +102,9 @@ def extents(leaf: torch.Tensor) -> list[Extent]:
         return []
     # Not tensor.data_ptr(), which fake and functional tensors refuse.
     start = storage.data_ptr() + int(tensor.storage_offset()) * tensor.itemsize
-    strides = [int(stride) * tensor.itemsize for stride in tensor.stride()]
-    return [extent(start, tensor.shape, strides, tensor.itemsize)]
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in pairs)
+    return [(start, start + int(last + 1) * tensor.itemsize)]
 
 
 def stored(array: torch.Tensor) -> torch.Tensor:
@@ -121,13 +112,8 @@ def stored(array: torch.Tensor) -> torch.Tensor:
     return array  # torch has its generators' states in tensors
 
 
-def restored(numbers: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """What was stored of an array like this one."""
-    return numbers
-
-
 def moved_like(array: torch.Tensor, like: Any) -> torch.Tensor:
-    """The array on the devices of another one of its shape."""
+    """The array, or the random keys that were stored so, on the devices of another one."""
     if like.is_meta:  # it stands for a tensor, and lies nowhere
         return array
     moved = array.to(like.device)

@@ -1,7 +1,7 @@
 """Rules: what a leaf of one library is called in another, and how its axes lie there."""
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -39,85 +39,74 @@ class Rule:
 
 
 class Pair(NamedTuple):
-    """Two leaves that match, by their paths, and what takes the left one's axes to the right
-    one's, in order.
+    """The path of a left leaf, and the rules that make it and its axes those of a right leaf, in
+    order.
     """
 
     left: str
-    right: str
     rules: tuple[Rule, ...]
 
 
-def pairs(lefts: Iterable[str], rights: Iterable[str], rules: Sequence[Rule]) -> list[Pair]:
-    """The Pair of every left path, in order; one that matches nothing is paired with its own name.
+def pairs(lefts: Iterable[str], rights: Collection[str], rules: Iterable[Rule]) -> dict[str, Pair]:
+    """The Pair of every left path, by right path; one that matches nothing keeps its own path.
 
     Each rule is tried in order on what those before it have made of the path, and may be left out;
     the first path that the right tree has wins, where an earlier rule goes before a later one, and
     a rule before none. Raises FuncgaError if two leaves end up as one.
     """
-    right_paths = {*rights}
+    rules = tuple(rules)
     by_right: dict[str, Pair] = {}
     for left in lefts:
-        pair = _pair(left, right_paths, rules)
-        if pair is None:
+        spellings = _spellings(left, rules)
+        # They come in the order of preference. One that a rule leaves out may still match by
+        # another rule.
+        right = next((path for path in spellings if path is not None and path in rights), left)
+        if right not in rights and None in spellings:
             continue
-        if pair.right in by_right:
+        if right in by_right:
             raise FuncgaError(
-                f"`{by_right[pair.right].left}` and `{left}` of the left tree are both "
-                f"`{pair.right}` by these rules. Make a pattern narrower, so that each leaf has a "
-                "path of its own."
+                f"`{by_right[right].left}` and `{left}` of the left tree are both `{right}` by "
+                "these rules. Make a pattern narrower, so that each leaf has a path of its own."
             )
-        by_right[pair.right] = pair
-    return [*by_right.values()]
+        by_right[right] = Pair(left, spellings[right])
+    return by_right
 
 
-def _pair(left: str, rights: set[str], rules: Sequence[Rule]) -> Pair | None:
-    """The Pair of a left path; None if a rule leaves it out."""
-    # The first spelling that the right tree has wins: they come in the order of preference.
-    spellings = _spellings(left, rules)
-    for path, used in spellings.items():
-        if path in rights:
-            return Pair(left, path, used)
-    # A path that a rule leaves out may still match by another rule, which was looked for first.
-    omitting = [rule for rule in rules if rule.replacement is None]
-    is_left_out = any(re.fullmatch(rule.pattern, path) for path in spellings for rule in omitting)
-    return None if is_left_out else Pair(left, left, ())
-
-
-def _spellings(path: str, rules: Sequence[Rule]) -> dict[str, tuple[Rule, ...]]:
+def _spellings(path: str, rules: Iterable[Rule]) -> dict[str | None, tuple[Rule, ...]]:
     """All that the rules can make of a path, the first choice first, and those of them that are
-    used.
+    used; None is a path that is left out.
     """
-    spellings: dict[str, tuple[Rule, ...]] = {path: ()}
+    spellings: dict[str | None, tuple[Rule, ...]] = {path: ()}
     for rule in rules:
-        after: dict[str, tuple[Rule, ...]] = {}
+        after: dict[str | None, tuple[Rule, ...]] = {}
         for before, used in spellings.items():
-            match = re.fullmatch(rule.pattern, before)
+            match = before is not None and re.fullmatch(rule.pattern, before)
             # Of two ways to one spelling the first counts, so the renamed one goes before the one
             # that is left.
-            if match and rule.replacement is not None:
-                after.setdefault(match.expand(rule.replacement), (*used, rule))
+            if match:
+                made = None if rule.replacement is None else match.expand(rule.replacement)
+                after.setdefault(made, (*used, rule))
             after.setdefault(before, used)
         spellings = after
     return spellings
 
 
-def permuted(array: Array, pair: Pair) -> Array:
+def permuted(array: Array, rules: Iterable[Rule]) -> Array:
     """The left array of a pair, of NumPy, with its axes as the right one has them."""
     # Each rule permutes what those before it have made.
-    for rule in pair.rules:
-        if callable(rule.axes):
-            array = rule.axes(array)
-        elif rule.axes is not None:
-            axes = rule.axes
-            array = array.transpose(AXES[axes](array.ndim) if isinstance(axes, str) else axes)
+    for rule in rules:
+        axes = AXES[rule.axes] if isinstance(rule.axes, str) else rule.axes
+        if callable(axes):
+            array = axes(array)
+        elif axes is not None:
+            array = array.transpose(axes)
     return array
 
 
 # Orders of axes by name, for arrays of any number of them: the kernel's own axes stay together.
-AXES: dict[str, Callable[[int], tuple[int, ...]]] = {
-    "oi->io": lambda ndim: (*range(2, ndim), 1, 0),
-    "io->oi": lambda ndim: (ndim - 1, ndim - 2, *range(ndim - 2)),
+AXES: dict[str, Callable[[Array], Array]] = {
+    "oi->io": lambda weight: weight.transpose(*range(2, weight.ndim), 1, 0),
+    "io->oi": lambda weight: weight.transpose(-1, -2, *range(weight.ndim - 2)),
 }
 
 torch_to_flax = (

@@ -188,12 +188,12 @@ def test_refusals():
         ),
         (
             lambda: buffers({"1": x[0, 0]}),
-            "`statistics['1']` is float64[3], and the pooled statistics for it are float64[4, 4]. Give a Pooled of that shape: "
-            "what fold=funcga.pooled() makes of the statistics of micro-batches.",
+            "the pooled statistics are not those of these layers: at statistics['1'] it has an array, and there is dict",
         ),
         (
             lambda: buffers({"1": funcga.normalizers.Pooled(x, x, x)}),
-            "`statistics['1']` is float64[3], and the pooled statistics for it are float64[11, 2, 4, 4]",
+            "`1.mean` is float64[3], and the pooled statistics for it are float64[11, 2, 4, 4]. Give a Pooled of that shape: "
+            "what fold=funcga.pooled() makes of the statistics of micro-batches.",
         ),
     ]
     for call, text in cases:

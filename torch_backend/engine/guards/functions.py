@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 
+from funcga._grad import evaluations
 from torch_backend import graphs
 from torch_backend.engine.guards.grads import gradients_aside
 from torch_backend.engine.guards.recompute import recomputed
+from torch_backend.gradients import is_constant
 from torch_backend.graphs import Reached
 from torch_backend.modules.closures import reachable
 
@@ -34,6 +36,19 @@ def restriction(
     if window.runs_whole or found.custom:
         return (), _others_aside(window, found, leaves)
     return tuple([leaf for leaf in leaves if leaf.requires_grad]), nullcontext()
+
+
+def note_constant(
+    window: Any, loss: torch.Tensor, leaves: Sequence[torch.Tensor], seed: float
+) -> None:
+    """Notes a loss that has no graph, if it should lead to leaves, and counts.
+
+    It is explained by being 0, as where all is masked, or by a gradient inside of the loss, such as
+    that of a linear function.
+    """
+    is_asked = leaves and seed and not window.gradient.reached
+    if is_asked and evaluations() == window.evaluations:
+        window.unreached |= is_constant(loss)
 
 
 @contextmanager
