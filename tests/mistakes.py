@@ -338,6 +338,11 @@ def with_columns(params, x, y):
     return (((h / (1 + h**2)) @ params["v"] - y) ** 2).mean(), h.T
 
 
+def with_positions(params, x, y):
+    """Beside the loss a number for each example to which those before it contribute."""
+    return regression(params, x, y), (x @ params["w"]).sum(1).cumsum(0)
+
+
 COLUMNS = {"fold": ((funcga.mean(), funcga.concat()), funcga.mean()), "n": 4}
 
 
@@ -419,6 +424,7 @@ MISTAKES = {
     "a loss of other parameters, JAX": ((JAX,), unused_jax, ["params unused"], "use the argument"),
     "outputs of examples": ((TORCH,), per_example, ["per-example output"], "funcga.concat()"),
     "outputs joined along another axis": ((TORCH,), two_args(with_columns, COLUMNS, functools.partial(funcga.value_and_grad, has_aux=True)), ["per-example output"], "funcga.concat(1)"),
+    "outputs of positions": ((TORCH,), two_args(with_positions, COLUMNS, functools.partial(funcga.value_and_grad, has_aux=True)), ["row order"], "one row"),
     "micro-batches alike": ((TORCH,), two_args(regression, {"fold": funcga.Fold(funcga.reducers.sum, funcga.normalizers.by_steps)}), ["by steps"], "fold=funcga.mean()"),
 }  # fmt: skip
 

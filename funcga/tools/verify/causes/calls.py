@@ -30,7 +30,7 @@ def not_differentiable(case: Case) -> Iterator[Answer]:
         if "mutate a captured Tensor" not in str(error):
             raise
         yield cause("state: buffers", error=type(error).__name__)
-        yield stop("no gradient")
+        yield stop()
         return
     bad = [i for i in probe.additive() if not np.isfinite(whole[i]).all()]
     if bad:
@@ -62,7 +62,7 @@ def repeatable(case: Case) -> Iterator[Answer]:
         for path, x, y in zip(paths, before, after, strict=True):
             if not np.array_equal(x, y, equal_nan=True):
                 yield cause("state: arguments", path=path)
-                yield stop("no comparison")
+                yield stop()
                 return
         distance = _distance(case, first, trace(probe.raw, args, probe.kwargs))
     limit = case.limit.relative
@@ -71,7 +71,7 @@ def repeatable(case: Case) -> Iterator[Answer]:
         with probe.random_kept():
             again = _distance(case, first, trace(probe.raw, args, probe.kwargs))
         yield cause("state" if again > limit else "randomness", distance=distance)
-        yield stop("no comparison")
+        yield stop()
     elif limit > 1e-9:
         yield note("rounding", limit=limit)
 

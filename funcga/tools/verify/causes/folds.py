@@ -55,27 +55,20 @@ VAGUE = {
 
 def by_kind(case: Case) -> list[Cause]:
     """The causes that the kinds of the leaves show, each name once."""
-    found = dict[str, Cause]()
-    gradients = case.probe.gradient_leaves()
-    for leaves in _alike(case, gradients):
-        for each in _causes_of(Evidence(case, leaves)):
-            found.setdefault(each.name, each)
-        # The value of a loss fails for the same reasons as its gradients.
-        if found and leaves[0] in gradients:
-            break
-    return [*found.values()]
-
-
-def _alike(case: Case, gradients: Sequence[int]) -> list[list[int]]:
-    """The leaves that are classified together, of those that hold one that failed, gradients first:
-    arrays under one fold, the gradients apart from the others, then each scalar.
-    """
-    probe, groups = case.probe, dict[object, list[int]]()
-    for leaf in probe.additive():
+    probe, gradients = case.probe, case.probe.gradient_leaves()
+    # Classified together are arrays under one fold, the gradients apart from others. They come
+    # first, and the value of the loss, which fails for the same reasons, is not asked then.
+    groups, found = dict[object, list[int]](), dict[str, Cause]()
+    for leaf in sorted(probe.additive(), key=lambda leaf: leaf not in gradients):
         key = (probe.folds[leaf], leaf in gradients) if probe.whole[leaf].ndim else leaf
         groups.setdefault(key, []).append(leaf)
-    found = [leaves for leaves in groups.values() if not {*case.failed}.isdisjoint(leaves)]
-    return sorted(found, key=lambda leaves: leaves[0] not in gradients)
+    for leaves in groups.values():
+        if found and gradients and leaves[0] not in gradients:
+            break
+        if not {*case.failed}.isdisjoint(leaves):
+            for each in _causes_of(Evidence(case, leaves)):
+                found.setdefault(each.name, each)
+    return [*found.values()]
 
 
 def _causes_of(evidence: Evidence) -> Iterator[Cause]:
@@ -200,7 +193,7 @@ def all_weightless(case: Case) -> Iterator[Answer]:
     counted = any(fold.normalizer.divides_by == "weight" and np.any(leaf) for fold, leaf in leaves)
     if counted and probe.weigh(probe.all_rows) == 0:
         yield cause("wrong weight: zero", rows=probe.rows)
-        yield stop("nothing else")
+        yield stop()
 
 
 def weightless_rows(case: Case) -> Iterator[Answer]:

@@ -114,7 +114,7 @@ def fixed_number(case: Case) -> Iterator[Answer]:
     fails, text = next(iter(errors.items()))
     yield cause("fixed rows", works=working[0], fails=fails, error=text)
     if probe.rows in errors:
-        yield stop("no gradient")
+        yield stop()
 
 
 def of_order(case: Case) -> Iterator[Answer]:

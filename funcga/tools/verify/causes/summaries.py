@@ -27,7 +27,7 @@ def explain_step(case: Case) -> Iterator[Answer]:
     not_collected = causes_in(per_example(of_summary))
     if not_collected:
         yield from not_collected
-        yield stop("nothing else")
+        yield stop()
     elif case.splits.are_exact:
         yield from weightless_rows(of_summary)
     else:
