@@ -23,21 +23,26 @@ from funcga.tools.verify.exact import Case
 def explain(case: Case) -> Sequence[Answer]:
     """The causes of the differences in the table of splits, at least one if there are any."""
     probe, splits, failed = case.probe, case.splits, case.failed
-    causes = [*by_position(case)] or by_kind(case) or [*_unexplained(case)]
-    are_vague = VAGUE.issuperset(each.name for each in causes)
-    if not causes or not are_vague or failed != splits.failed:
+    if splits.are_exact:
+        return []
+    causes = [*by_position(case)] or by_kind(case) or [_unexplained(case)]
+    if _are_clear(causes) or failed != splits.failed:
         return causes
     # The same splits, where larger differences count as rounding.
     loose, is_small = copy.copy(case), splits.worst <= _SMALL
-    loose.limit = case.limit._replace(relative=10 * splits.worst if is_small else _EPSILON)
+    relative = 10 * splits.worst if is_small else max(case.limit.relative, _EPSILON)
+    loose.limit = case.limit._replace(relative=relative)
     others = by_kind(loose)
     if is_small and not others:
         gradients = probe.gradient_leaves()
         is_of_value = gradients and {*gradients}.isdisjoint(failed)
         words = {"where": probe.paths[failed[0]], "difference": splits.worst}
         return [(note if is_of_value else cause)("small remainder", **words)]
-    are_vague = case.limit.relative > 1e-8 or not VAGUE.isdisjoint(each.name for each in others)
-    return causes if are_vague else others or causes
+    return others if others and _are_clear(others) else causes
+
+
+def _are_clear(causes: Sequence[Cause]) -> bool:
+    return VAGUE.isdisjoint(each.name for each in causes)
 
 
 # A difference of less than this may be a small term of the loss, or rounding where large numbers
@@ -86,13 +91,12 @@ def _causes_of(evidence: Evidence) -> Iterator[Cause]:
         yield from _of_sum(evidence)
 
 
-def _unexplained(case: Case) -> Iterator[Cause]:
+def _unexplained(case: Case) -> Cause:
     """A difference that no kind of loss explains."""
     probe, splits = case.probe, case.splits
-    if not splits.are_exact:
-        is_refused = not splits.failed and probe.try_values(probe.all_rows[:-1]) is None
-        key = "fixed rows: loss" if is_refused else "not decomposable"
-        yield cause(key, rows=probe.rows, difference=splits.first)
+    is_refused = not splits.failed and probe.try_values(probe.all_rows[:-1]) is None
+    key = "fixed rows: loss" if is_refused else "not decomposable"
+    return cause(key, rows=probe.rows, difference=splits.first)
 
 
 # --- the causes of each kind
