@@ -45,8 +45,8 @@ def run_backward(
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
 # The node of the graph that this thread runs in a backward pass.
 current_node: Callable[[], object] = torch._C._current_autograd_node
-# A number that grows by one with each node that this thread puts into a graph.
-nodes_made: Callable[[], int] = torch._C._autograd._get_sequence_nr
+# Its text changes with each new kind of function that is written in Python.
+KINDS_MADE: object = torch.autograd.function.AUTOGRAD_FUNCTION_COUNTER
 
 
 # Tensors that have shapes and no numbers.

@@ -1,7 +1,15 @@
-"""The graph of a loss: which leaves and functions it leads to."""
+"""The graph of a loss: which leaves it leads to, and how its backward pass is run.
 
+The graph of a loss is no structure of a call: a loss may build another one each time. To walk each
+would take a few percent of the time of a loop over small layers. What a walk is for are functions
+that are written in Python, and each node of one holds a reference to its class. So where no such
+node is alive, none is in the graph, and it is not walked.
+"""
+
+import sys
 from collections.abc import Collection
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch.autograd.function import BackwardCFunction
@@ -9,6 +17,21 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 # The type of the nodes that end a graph: each adds to the `.grad` of one leaf.
 AccumulateGrad = type(get_gradient_edge(torch.empty(0, device="cpu", requires_grad=True)).node)
+
+
+class _Unused(torch.autograd.Function):
+    """A function that is never applied."""
+
+
+# How many references there are to the class of a function of which no node is alive.
+NO_NODES = sys.getrefcount(ref(_Unused._backward_cls)())
+
+
+def kinds_of_functions() -> list[Any]:
+    """The classes of the nodes of functions written in Python that may run a backward pass of their
+    own, as weak references.
+    """
+    return [ref(kind) for kind in BackwardCFunction.__subclasses__() if _is_foreign(kind)]
 
 
 def _is_foreign(kind: Any) -> bool:

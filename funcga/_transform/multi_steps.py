@@ -426,7 +426,7 @@ class MultiStepsUpdate(UpdateFunction):
             weight = check_weight(weight, backend.arrays)
         keep, after = True, window
         if self.skip is not None:
-            keep = self.skip.keeps(grads, leaves, weight, window.outputs)
+            keep = self.skip.test_of(window.outputs.of_value)(leaves, weight)
         if keep is not False:
             if folding.before:
                 leaves = folding.folded(leaves, weight)

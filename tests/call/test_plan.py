@@ -121,7 +121,7 @@ def predicted(step, args):
         window = lambda program: BACKEND.loop.accumulate(program, BACKEND)
     else:
         program = job.program
-        window = lambda program: job.of(program, job.gradient, None).passes(BACKEND)
+        window = lambda program: replace(job, program=program).passes(BACKEND)
     return sum(peak(program, window, args, {}, BACKEND).values())
 
 

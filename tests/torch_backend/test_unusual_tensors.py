@@ -155,6 +155,10 @@ class OfTorchOpt:
 
 TWO = {**W, "b": torch.ones(1)}
 SGD = torch_backend.from_optimizer(torch.optim.SGD, lr=0.1)
+SPARSE = (
+    "`params['w']` is a sparse tensor float32[3, 3], and sums of gradients are dense, as parameters have to be. Let the values "
+    "be the parameter, and make the sparse tensor of them in loss_fn: torch.sparse_coo_tensor(indices, values, shape)."
+)
 SCRIPT = (
     "is one of TorchScript, whose parameters cannot be replaced by others for a pure loss. Use the module that it was made "
     "of; or torch_backend.module_value_and_grad(module, loss_fn), which runs on the module's own parameters."
@@ -165,6 +169,8 @@ FREEZES = (
 )
 RECORDED = {"w": W["w"].clone().requires_grad_()}
 REFUSED = {
+    "sparse parameters": (lambda: accumulated(of_sparse, sparse()), SPARSE),
+    "sparse parameters, one micro-batch": (lambda: accumulated(of_sparse, sparse(torch.sparse_csr), n=1), SPARSE),
     "scripted": (lambda: torch_backend.pure_loss(torch.jit.script(nn.Linear(3, 1)), of_module), f"the module {SCRIPT}"),
     "a traced part": (
         lambda: torch_backend.pure_loss(nn.Sequential(nn.Tanh(), torch.jit.trace(nn.Linear(3, 1), X)), of_module),
@@ -182,10 +188,6 @@ def test_refusals(kind):
 
 
 OF_TORCH = {
-    "a sparse gradient of a sparse parameter": (
-        lambda: accumulated(lambda params, x: torch.sparse.mm(params["w"], x.T).sum(), sparse()),
-        "a tensor that has data of a different type",
-    ),
     "a sparse batch": (lambda: accumulated(of_rows, x=X.to_sparse()), "SparseCPU"),
     "a compressed batch": (lambda: accumulated(of_rows, x=X.to_sparse_csr()), "do not have strides"),
     "a nested batch": (lambda: accumulated(of_rows, x=jagged()), "not supported for NestedTensor"),
@@ -201,15 +203,6 @@ OF_TORCH = {
 def test_what_torch_refuses(kind):
     call, text = OF_TORCH[kind]
     assert text in refusal(call)
-
-
-@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
-@pytest.mark.parametrize("n", [1, 2])
-@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
-def test_dense_gradients_of_a_sparse_parameter(layout, n):
-    leaf = sparse(layout)["w"].requires_grad_()
-    (sum(of_sparse({"w": leaf}, rows) for rows in X.chunk(n)) / n).backward()
-    assert torch.equal(accumulated(of_sparse, sparse(layout), n=n)["w"], leaf.grad.to_dense())
 
 
 def test_torch_refuses_parameters_that_have_no_shape():

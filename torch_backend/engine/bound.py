@@ -12,6 +12,7 @@ import torch
 from funcga._types import Tree
 from torch_backend import trees
 from torch_backend.dtensor import is_dtensor
+from torch_backend.engine.leaves import check_dense
 from torch_backend.sums import Folding
 
 
@@ -28,6 +29,7 @@ def folding_of(window: Any, loss: torch.Tensor, aux: Tree) -> Folding:
         gradient = window.gradient = window.watching = observed
         window.callback(gradient.end)
     outputs, leaves = program.bind(gradient.compose(loss, aux, grads), arguments)
+    check_dense(gradient, dict(zip(indices, grads, strict=True)))
     moving = [window.leaves.trees[index] for index in window.plan.moving]
     position = {id(leaf): index for index, leaf in enumerate(leaves)}
     of_inputs = tuple([position[id(leaf)] for leaf in window.inputs])

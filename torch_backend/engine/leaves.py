@@ -11,8 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from funcga._backend.prefixes import leaf_paths
+from funcga._call.arguments import argument_names
+from funcga._grad import GradientFunction
 from funcga._types import Tree
-from torch_backend import arrays
+from funcga.errors import FuncgaError
+from torch_backend import arrays, trees
 from torch_backend.modules.layers import Parts, Walk
 
 OWN = -1  # in place of the index of an argument: a module's own parameters
@@ -42,6 +46,26 @@ class Leaves(NamedTuple):
 def copied_leaves(originals: Sequence[Any]) -> list[torch.Tensor]:
     """Copies that can be differentiated, of numbers and of tensors made in inference mode."""
     return [arrays.as_array(o).detach().clone().requires_grad_() for o in originals]
+
+
+def paths_of(tree: Tree, index: int, gradient: GradientFunction) -> list[str]:
+    """The paths of the leaves of an argument, for errors."""
+    is_own = index == OWN
+    name = "parameters" if is_own else argument_names(gradient.loss_fn, index + 1)[index]
+    return leaf_paths(tree, trees, name)
+
+
+def check_dense(gradient: GradientFunction, by_index: dict[int, Tree]) -> None:
+    """Raises FuncgaError for a sparse parameter; a sparse gradient of a dense one is summed."""
+    for index, tree in by_index.items():
+        for position, leaf in enumerate(trees.flatten(tree)[0]):
+            if leaf is not None and leaf.layout is not torch.strided:
+                raise FuncgaError(
+                    f"`{paths_of(tree, index, gradient)[position]}` is a sparse tensor "
+                    f"{arrays.describe(leaf)}, and sums of gradients are dense, as parameters have "
+                    "to be. Let the values be the parameter, and make the sparse tensor of them in "
+                    "loss_fn: torch.sparse_coo_tensor(indices, values, shape)."
+                )
 
 
 def any_requires_grad(leaves: Iterable[Any]) -> bool:

@@ -5,13 +5,12 @@ It keeps no tensor and no module alive.
 """
 
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from importlib import import_module
 from itertools import chain
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import nn
@@ -20,10 +19,9 @@ from funcga._call.arguments import Argument, Arguments
 from funcga._grad import GradientFunction
 from funcga._types import Tree
 from torch_backend import _private
-from torch_backend.engine.guards import EVERY, ON, recompute
+from torch_backend.engine.guards import ON, recompute
 from torch_backend.engine.leaves import OWN, Leaves, Own, any_requires_grad
 from torch_backend.modules.checks import check_unfrozen
-from torch_backend.modules.closures import tensors_in
 from torch_backend.sums import Folding
 
 _MOST = 64  # plans of a step
@@ -41,8 +39,6 @@ class Plan:
     that is not noted. `parts` and `cuts` say how the arguments are split, without the arguments,
     and `take` how rows are taken. `folding`: what becomes of the output, decided with the
     first loss, for losses of the `loss_dtype`; this is None where others may be folded otherwise.
-    `closed_over`: what the loss closes over, and `unfrozen` which of it required grad. `plain`: how
-    many nodes graphs had that led to leaves of the window alone.
     """
 
     indices: tuple[int, ...] = ()
@@ -61,9 +57,6 @@ class Plan:
     folding: Folding | None = None
     loss_dtype: torch.dtype | None = None
     seen: recompute.Seen | None = None
-    closed_over: Sequence[ref[torch.Tensor]] = ()
-    unfrozen: Sequence[bool] = ()
-    plain: set[int] = field(default_factory=set)
 
     def with_cuts(self, arguments: Arguments, cuts: Sequence[tuple[int, int]], take: Any) -> "Plan":
         """The plan that knows how arguments like these are cut; where state is threaded, each call
@@ -72,25 +65,6 @@ class Plan:
         bare = [part._replace(value=None, leaves=[]) for part in arguments.parts]
         parts = None if arguments.state else tuple(bare)
         return replace(self, parts=parts, cuts=cuts, take=take)
-
-    def note_graph(self, nodes: int) -> None:
-        """Notes a graph of so many nodes, that leads to leaves of the window alone."""
-        if len(self.plain) < _MOST:
-            self.plain.add(nodes)
-
-    def known_graphs(self) -> Collection[int]:
-        """The numbers of nodes of graphs that need not be walked, as passes through them may run
-        whole: they led to leaves of the window alone, and nothing was frozen or unfrozen since.
-
-        The graph of a loss is no structure of a call, and its number of nodes no identity: another
-        graph of as many has the right gradients, too, as its pass is not restricted.
-        """
-        is_as_before = [*map(_requires_grad, self.closed_over)] == self.unfrozen
-        return self.plain if is_as_before and self.run is None and not EVERY else ()
-
-
-def _requires_grad(of: ref[torch.Tensor]) -> bool:
-    return getattr(of(), "requires_grad", False)
 
 
 class Plans(dict[Any, Plan]):
@@ -177,7 +151,6 @@ def plan_of(
     inputs, originals = leaves.inputs, leaves.originals
     hooked = any(_private.hooks_of(each) or _private.acts_on_grad(each) for each in originals)
     may_weigh = not (gradient.scaled or moving)
-    closed_over = [*map(ref, tensors_in(gradient.loss_fn))]
     plan = Plan(
         indices=indices,
         count=len(parts),
@@ -190,8 +163,6 @@ def plan_of(
         on_host=all(map(_IS_CPU, inputs)),
         run=run_of(inputs, hooked),
         seen=recompute.none_seen((gradient, own and own.module)),
-        closed_over=closed_over,
-        unfrozen=[*map(_requires_grad, closed_over)],
     )
     return plan, leaves
 

@@ -12,7 +12,8 @@ What only a first call does stands in other files: plan and bound.
 """
 
 import operator
-from collections.abc import Callable, Collection, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Self
@@ -24,7 +25,7 @@ from funcga._call import Program
 from funcga._call.arguments import Argument, Arguments
 from funcga._grad import GradientFunction, evaluations, scaled_loss
 from funcga._types import Scalar, Tree
-from torch_backend import _private, arrays, trees
+from torch_backend import _private, arrays, graphs, trees
 from torch_backend.arrays import recording, recording_loss
 from torch_backend.engine import bound
 from torch_backend.engine.guards import EVERY, ON, functions, recompute, unchanged
@@ -62,8 +63,6 @@ class Window(ExitStack):
 
     scale: Scalar | None = None  # of the loss; set by `prepared`
     evaluations = 0  # of gradients, until a loss has reached a leaf; set before each loss
-    nodes = 0  # how many nodes the graph of the last loss has; set by `forward`
-    known: Collection[int] = ()  # of graphs that need not be walked; set on entering
 
     may_communicate = False  # whether other processes may wait for each backward pass
     # Whether no pass is restricted to the leaves, as what wraps a module has hooks elsewhere.
@@ -80,7 +79,7 @@ class Window(ExitStack):
     # Taken back by `_bind`, where sums are no such means.
     even: tuple[float, float | None] = 0.0, None
     hooked = False  # whether a leaf has hooks of the user's; set by `_bind`
-    # What the last pass started from, and its dtype, device and value; set by `backward`.
+    # What the last pass started from, and its type, dtype, device, value; set by `backward`.
     cotangent: tuple[tuple[object, ...], Any] = (), None
     writes = 0  # set after each pass: how much has been added to the `.grad`s
     begun = False  # whether each of the inputs has its sum as its `.grad`
@@ -143,7 +142,6 @@ class Window(ExitStack):
             elif keeps_parameters:
                 seen = None
             self.watch = recompute.Watch(seen, inputs, plan.on_host, keeps_parameters)
-            self.known = plan.known_graphs()
             self.versions = [*map(_private.version, inputs)]
             self.push(stack.pop_all())
         return self
@@ -229,7 +227,10 @@ class Window(ExitStack):
         share: Any = sums.share(weight) if self.even[1] is None else self.even[1]
         if sums.unit != unit:  # the sums may have been brought to it, which is a write, too
             self.writes = self._count_writes()
+        unreached = self.unreached
         seed = self._add_gradients(objective, weight, share, moving)
+        if not weight:  # then it need not lead to a leaf
+            self.unreached = unreached
         if folding.loss_alone is not None and loss.dtype is self.plan.loss_dtype:
             sums.add_loss(loss, folding.loss_alone, weight, share)
             return
@@ -275,11 +276,9 @@ class Window(ExitStack):
         """(the loss as a number, its aux, the loss times its scale, with its graph)."""
         gradient = self.gradient
         self.evaluations = 0 if gradient.reached else evaluations()
-        before = _private.nodes_made()
         with self.noted():
             # A module that is visited has the first argument, its parameters.
             loss, aux = self.loss_fn(*args[self.visits is not None :], **kwargs), None
-        self.nodes = _private.nodes_made() - before
         # The usual output is a plain scalar. Anything else is split, and checked.
         is_usual = type(loss) is torch.Tensor and not loss.ndim and loss.dtype.is_floating_point
         if gradient.has_aux or not is_usual:
@@ -294,14 +293,13 @@ class Window(ExitStack):
             functions.note_constant(self, loss, leaves, seed)
             return
         others: AbstractContextManager[None] = nullcontext()
-        if self.nodes in self.known:
-            inputs = ()
-        else:
+        if self.runs_whole or is_walked(self.gradient):
             inputs, others = functions.restriction(self, loss, leaves)
         on_host = self.plan.on_host and loss.is_cpu
         # One tensor serves all passes from the same cotangent, unless somebody has written to it.
-        kind, (known, cotangent) = (loss.dtype, loss.device, seed), self.cotangent
-        if kind != known or type(loss) is not torch.Tensor or cotangent._version:
+        kind = type(loss), getattr(loss, "placements", None), loss.dtype, loss.device, seed
+        known, cotangent = self.cotangent
+        if (*kind, 0) != (*known, getattr(cotangent, "_version", None)):
             cotangent = torch.full_like(loss, seed, requires_grad=False)
             self.cotangent = kind, cotangent
         watch, hooks = self.watch, _private.FORWARD_PRE_HOOKS
@@ -319,6 +317,10 @@ class Window(ExitStack):
                     engine = _private.ENGINE_ON_HOST if on_host else _private.ENGINE
                     how = {"allow_unreachable": True, "accumulate_grad": True}
                     engine((loss,), (cotangent,), False, False, inputs, **how)
+        except RuntimeError as error:
+            if all(map(_REQUIRES_GRAD, leaves)):
+                raise
+            raise switched_off() from error
         finally:
             hooks.pop(watch, None)
 
@@ -467,3 +469,22 @@ class Window(ExitStack):
 def gradients_in(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """What a pass has left in these leaves; zeros where it did not come."""
     return [(torch.zeros_like(p) if p.grad is None else p.grad).detach() for p in leaves]
+
+
+# The kinds of functions written in Python that may run a backward pass of their own; and what tells
+# whether there are more.
+_kinds: tuple[str, list[Any]] = ("", [])
+
+
+def is_walked(gradient: GradientFunction) -> bool:
+    """Whether the graph of a loss is walked: until one has reached a leaf, and where a node of such
+    a function is alive, in this graph or in any other.
+    """
+    global _kinds
+    made, kinds = repr(_private.KINDS_MADE), _kinds
+    if made != kinds[0]:
+        kinds = _kinds = made, graphs.kinds_of_functions()
+    for kind in kinds[1]:  # a class that has died has no nodes
+        if kind() is not None and sys.getrefcount(kind()) > graphs.NO_NODES:
+            return True
+    return EVERY or not gradient.reached

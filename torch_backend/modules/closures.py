@@ -44,15 +44,6 @@ def modules_in(function: object) -> Iterator[nn.Module]:
             yield value
 
 
-def tensors_in(function: object) -> Iterator[torch.Tensor]:
-    """The tensors that a function closes over, and the parameters of modules, likewise."""
-    for value in reachable(function, attributes=False):
-        if isinstance(value, nn.Module):
-            yield from value.parameters()
-        elif isinstance(value, torch.Tensor):
-            yield value
-
-
 def _parts(value: Any, kind: type, attributes: bool) -> Iterable[object]:
     if kind is types.FunctionType:
         return _closed_over(value)

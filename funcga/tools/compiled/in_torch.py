@@ -227,9 +227,9 @@ class CompiledWindow(Window):
         if self.sums is None:
             self.sums = self._bind(loss, None)
         sums, index = self.sums, self.sums.folding.loss_alone
-        share = sums.share(weight)
-        if index is not None and share is not None and loss.dtype is self.plan.loss_dtype:
-            sums.add_loss(loss, index, weight, share)  # as usual
+        share: Any = sums.share(weight)
+        if index is not None and loss.dtype is self.plan.loss_dtype:
+            sums.add_loss(loss, index, weight, share)
         else:
             sums.add(self._rest(loss, None, ()), weight)
 
@@ -287,7 +287,8 @@ class CompiledWindow(Window):
         nothing is added.
         """
         sums, factor = self.sums, None
-        share = float(bool(weight)) if sums is None else sums.share(weight)  # the first is the unit
+        # The first weight is the unit.
+        share = float(bool(weight)) if sums is None else sums.share(weight)
         assert share is not None
         if share == 0 and self.is_weighted:
             return None  # not even a NaN is added

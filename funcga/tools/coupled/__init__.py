@@ -8,9 +8,9 @@ the cotangent back through each micro-batch; the fold determines the cotangent o
 Design note: docs/concepts/inside_coupled.md.
 """
 
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, wraps
 from typing import Any, NamedTuple
 
 from funcga import normalizers
@@ -108,9 +108,9 @@ def coupled(
     program = read_program(summary_fn, fold, weight, in_axes, across, n=count, microbatch_size=rows)
     if totals is not None:
         program = load("totals", "totals=").counted(program, totals)
-    job = Coupled.of(program, gradient, None if across is None else step_of(loss_fn))
+    job = Coupled(program, gradient, None if across is None else step_of(loss_fn))
 
-    @functools.wraps(summary_fn, assigned=("__doc__", "__name__", "__qualname__"), updated=())
+    @wraps(summary_fn, assigned=("__doc__", "__name__", "__qualname__"), updated=())
     def step(*args: Any, **kwargs: Any) -> Any:
         """The loss and its gradient."""
         with program.telling(job.second):
@@ -144,22 +144,19 @@ def _check_folds(folds: FoldTree, backend: Backend) -> None:
 class Coupled:
     """What a step of `coupled` computes: a fold of summaries, and the gradient of a loss of them.
 
-    `first` folds the summaries, and `second` gradients: its grad_fn, fold and weight are known once
-    the first pass has run.
+    `program` folds the summaries. `step` identifies the second pass across replicas.
     """
 
     program: Program
-    first: Program
-    second: Program
     gradient: GradientFunction
+    step: Step | None = None
 
-    @classmethod
-    def of(cls, program: Program, gradient: GradientFunction, step: Step | None) -> "Coupled":
-        """What a step with this program computes. The second pass is counted apart: `step`
-        identifies it across replicas.
+    @cached_property
+    def second(self) -> Program:
+        """The program of the second pass, which is counted apart. Its grad_fn, fold and weight are
+        known once the first has run.
         """
-        first = replace(program, prologue=None, epilogues=())
-        return cls(program, first, replace(first, memory=Memory(step)), gradient)
+        return replace(self.program, prologue=None, epilogues=(), memory=Memory(self.step))
 
     def passes(self, backend: Backend) -> Callable[..., Any]:
         """The step in a framework, called with (args, kwargs)."""

@@ -34,7 +34,7 @@ def _in_two_passes(
     job: Coupled, backend: Backend, spread: Spread, args: tuple[Tree, ...], kwargs: dict[str, Tree]
 ) -> Tree:
     """The step, traced."""
-    program, summary_fn = job.program, job.program.grad_fn
+    program = job.program
     if program.prologue is not None:
         kwargs = begin(program, backend, spread, args, kwargs)
     arguments = program.read(args, backend)
@@ -42,16 +42,53 @@ def _in_two_passes(
     params = [args[arg_index] for arg_index in arg_indices]
 
     # The first pass: the summaries. With one micro-batch, XLA merges both passes.
-    outputs, folded, spread = fold_batch(job.first, backend, spread, args, kwargs)
+    outputs, folded, spread = fold_batch(program, backend, spread, args, kwargs)
     tallies = tallies_of(outputs, folded.total, folded.unit)
     triples = zip(outputs.reduced.values(), folded.reduced, tallies, strict=True)
     reduced = [fold.normalize(leaf, tally) for fold, leaf, tally in triples]
     leaves = outputs.in_order(outputs.join(reduced, folded.collected, folded.state))
     summaries = Summaries(outputs, leaves, dict(zip(outputs.reduced, tallies, strict=True)))
-    variables = summaries.variables
 
-    # The loss, its gradient by parameters that it uses itself, and the cotangents of the
-    # summaries.
+    # The loss, its gradient by parameters that it uses itself, and the cotangents of the summaries.
+    loss, aux, of_variables, of_params = _differentiated(job, backend, summaries, params)
+    cotangents = summaries.cotangents(of_variables)
+    rows_of = _rows(job, backend, spread, arguments.rows(), cotangents)
+
+    # The second pass: the gradient of the inner product of the cotangents with what a micro-batch
+    # contributes. It gets the indices of its rows.
+    @wraps(program.grad_fn, updated=())
+    def inner_product(*args_and_index: Tree, **kwargs: Tree) -> Tree:
+        *args, index = args_and_index
+        own = arrays.tally(program.weigh(program.read(tuple(args), backend), tuple(args), None))
+        # In the unit that the tallies of means are in.
+        tallies = tallies_of(outputs, own, folded.unit)
+        weights = {i: each.total for i, each in zip(outputs.reduced, tallies, strict=True)}
+        output, rows = program.grad_fn(*args, **kwargs), partial(rows_of, index)
+        return summaries.inner_product(cotangents, output, weights, rows, loss)
+
+    weigh: Any = program.weight
+    is_weighed = weigh is not None and summaries.are_weighed(cotangents)
+    second = replace(
+        job.second,
+        grad_fn=replace(
+            job.gradient, loss_fn=inner_product, argnums=arg_indices, has_aux=True, with_value=False
+        ),
+        fold=(SUM, program.fold if outputs.threads else SUM),
+        in_axes=(*[part.in_axes for part in arguments.parts], 0),
+        weight=lambda *split: weigh(*split[:-1]) != 0 if is_weighed else 1,
+    )
+    indices = jnp.arange(arguments.rows(), dtype=jnp.int32)
+    (grads, _), _ = accumulated(second, backend, spread, (*args, indices), kwargs)
+    pairs = zip(grads, of_params, strict=True)
+    composed = job.gradient.compose(loss, aux, [jax.tree.map(jnp.add, *pair) for pair in pairs])
+    return program.finish(backend, composed, kwargs)
+
+
+def _differentiated(
+    job: Coupled, backend: Backend, summaries: Summaries, params: list[Tree]
+) -> tuple[jax.Array, Tree, dict[int, jax.Array], list[Tree]]:
+    """(the loss, its aux, its gradient by the summaries, and that by the params)."""
+
     def loss_of(variables: dict[int, jax.Array], *params: Tree) -> tuple[jax.Array, Tree]:
         loss, aux = job.loss(params, summaries, variables)
         return loss, (loss, aux)
@@ -62,49 +99,11 @@ def _in_two_passes(
             raise unused()
         return loss
 
+    variables = summaries.variables
     jax.eval_shape(jax.grad(check), variables)
     transform = backend.gradients.value_and_grad(loss_of, (*range(len(params) + 1),))
     (_, (loss, aux)), (of_variables, *of_params) = transform(variables, *params)
-    cotangents = summaries.cotangents(of_variables)
-    rows_of = _rows(job, backend, spread, arguments.rows(), cotangents)
-
-    # The second pass: the gradient of the inner product of the cotangents with what a micro-batch
-    # contributes. It gets the indices of its rows.
-    @wraps(summary_fn, updated=())
-    def inner_product(*args_and_index: Tree, **kwargs: Tree) -> Tree:
-        *args, index = args_and_index
-        weight = program.weigh(program.read(tuple(args), backend), tuple(args), None)
-        if not isinstance(weight, int | float):
-            weight = arrays.tally(weight).total
-        # In the unit that the tallies of means are in.
-        folds = outputs.reduced.items()
-        weights = {i: weight / folded.unit if fold.is_mean else weight for i, fold in folds}
-        output, rows = summary_fn(*args, **kwargs), partial(rows_of, index)
-        product, threaded = summaries.inner_product(cotangents, output, weights, rows, loss)
-        return (product, threaded) if outputs.threads else product
-
-    gradient = replace(
-        job.gradient,
-        loss_fn=inner_product,
-        argnums=arg_indices,
-        has_aux=bool(outputs.threads),
-        with_value=False,
-    )
-    in_axes, weight = program.in_axes, lambda *_: 1
-    if in_axes is not None:
-        axes = in_axes if isinstance(in_axes, tuple | list) else (in_axes,) * len(args)
-        in_axes = (*axes, 0)
-    weigh: Any = program.weight
-    if weigh is not None and summaries.are_weighed(cotangents):
-        weight = lambda *split: weigh(*split[:-1]) != 0
-    fold = (SUM, program.fold) if outputs.threads else SUM
-    second = replace(job.second, grad_fn=gradient, fold=fold, in_axes=in_axes, weight=weight)
-    indices = jnp.arange(arguments.rows(), dtype=jnp.int32)
-    result, _ = accumulated(second, backend, spread, (*args, indices), kwargs)
-    grads = result[0] if outputs.threads else result
-    pairs = zip(grads, of_params, strict=True)
-    composed = job.gradient.compose(loss, aux, [jax.tree.map(jnp.add, *pair) for pair in pairs])
-    return program.finish(backend, composed, kwargs)
+    return loss, aux, of_variables, of_params
 
 
 def _rows(
@@ -114,10 +113,10 @@ def _rows(
     cotangent of a collected leaf.
     """
     replicas = job.program.replicas(backend)
-    (_, size), *smaller = groups(rows, job.program.n, job.program.microbatch_size)
+    (_, size), *_ = groups(rows, job.program.n, job.program.microbatch_size)
 
     def rows_of(index: jax.Array, leaf_index: int, part: jax.Array, axis: int) -> jax.Array:
-        cotangent, of_part = cotangents[leaf_index], part.shape[axis]
+        cotangent, of_part, count = cotangents[leaf_index], part.shape[axis], index.shape[0]
         total, offset = cotangent.shape[axis], jnp.int32(0)
         if replicas is not None:  # equally many rows each, in order
             total //= int(lax.axis_size(replicas.names))
@@ -125,9 +124,9 @@ def _rows(
         # Then collected leaves have one row for each row of a micro-batch.
         if spread.blocks > 1:
             return jnp.take(cotangent, offset + index, axis=axis)
-        start = index[0] // size * of_part
-        if smaller and len(index) == smaller[0][1]:  # at the end of the batch
-            start = total - (rows - index[0]) // len(index) * of_part
+        start = index[0] // count * of_part
+        if count < size:  # at the end of the batch
+            start = total - (rows - index[0]) // count * of_part
         return lax.dynamic_slice_in_dim(cotangent, offset + start, of_part, axis)
 
     return rows_of

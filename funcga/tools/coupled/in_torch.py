@@ -17,7 +17,7 @@ import torch
 from funcga._backend import Backend
 from funcga._call import OwningGradient
 from funcga._call.arguments import Arguments
-from funcga._types import Scalar, Tree
+from funcga._types import Scalar, Structure, Tree
 from funcga.errors import FuncgaError
 from funcga.tools.coupled import SUM, Coupled, Summaries, unused
 from funcga.tools.example_keys.in_torch import devices_of, generator_states, put_generator_states
@@ -117,7 +117,7 @@ def _in_one_pass(summary: _Summary, arguments: Arguments, kwargs: Kwargs) -> Tre
     job = summary.job
 
     def loss(*called: Tree, **named: Tree) -> Tree:
-        first = Called(job.first, summary.function, arguments)
+        first = Called(job.program, summary.function, arguments)
         first.fold(called, named, arguments.rows())
         summaries = first.result()
         if not any_requires_grad(trees.flatten(summaries)[0]):
@@ -145,35 +145,57 @@ def _in_two_passes(
     take: Take | None,
 ) -> Tree:
     """The loss and its gradient, of the micro-batches that are cut from the arguments."""
-    job, owner = summary.job, summary.owner
-    # What the second window differentiates is known after the first one.
-    source = summary.source(
-        lambda *call, **named: after.loss(*call, **named), bool(arguments.state)
-    )
-    plans, put_back = job.second.memory.keep(Plans), owner.snapshot()
+    job, owner, threads = summary.job, summary.owner, bool(arguments.state)
+
+    # The loss of the second window, whose other names are known after the first one.
+    def inner_product(*called: Tree, **named: Tree) -> Tree:
+        states, weight = next(microbatches, (None, 1))
+        # Of blank rows, which do not count.
+        rows_of: Callable[..., torch.Tensor] = lambda index, part, axis: part.detach()
+        if states is not None:
+            put_generator_states(first.devices, states)
+            rows_of = partial(first.next_rows, cotangents)
+        output, weights = summary.function(*called, **named), dict.fromkeys(tallies, weight)
+        total, threaded = summaries.inner_product(cotangents, output, weights, rows_of, value)
+        for leaf in waiting:
+            total = total + 0 * leaf.sum()
+        return (total, threaded) if threads else total
+
+    source, plans = summary.source(inner_product, threads), job.second.memory.keep(Plans)
     key = call_key(source.params, [*map(trees.flatten, args)], tuple(kwargs))
-    weights = weights_of(job.program, arguments, cuts, take)
+    weights, put_back = weights_of(job.program, arguments, cuts, take), owner.snapshot()
     # Begun before the first pass, as no forward pass in it makes a wrapped module synchronise.
     with source.window(arguments, plans.get(key)) as window:
         first = _FirstPass(summary, arguments, (args, kwargs))
         prepared = first.prepared(arguments, kwargs)
-        summaries = run_window(first, *prepared, cuts, take, weights)
+        summaries: Summaries = run_window(first, *prepared, cuts, take, weights)
         arguments, kwargs = window.prepared(arguments, kwargs)
-        # Its leaves have the hooks of the parameters.
-        params = [*window.leaves.trees.values()]
-        after: _SecondPass = _SecondPass(first, summary, summaries, weights, params)
-        del summaries
+
+        # The loss, with the leaves of the window, which have the hooks of the parameters.
+        params, structure = trees.flatten([*window.leaves.trees.values()])
+        value, aux, used, grad_of = _differentiated(summary, summaries, params, structure)
+        wrapper, tallies = summary.wrapper, summaries.tallies
+        # A wrapper waits for the gradients of parameters that only the loss uses, unless it
+        # searches for such.
+        waiting = [*grad_of] if wrapper.wrapped and not wrapper.searches else []
+        cotangents, are_weighed = summaries.cotangents(used), summaries.are_weighed(used)
+        summaries = summaries._replace(leaves=[])  # these are freed before the second pass
+
+        # Micro-batches of weight 0 that contribute nothing are masked as a whole.
+        counts = [int(weight != 0 or not are_weighed) for weight in weights]
+        weights = [w if count else 1 for w, count in zip(weights, counts, strict=True)]
+        microbatches = zip(first.generators, weights, strict=True)
         generators, put_after = generator_states(first.devices), owner.snapshot()
         put_back()
-        _, grads = run_window(window, arguments, kwargs, cuts, take, after.counts)
-        # The loss is the same on every replica, and so is its own gradient.
-        leaves, structure = trees.flatten(grads)
-        pairs = zip(leaves, after.of_params, strict=True)
-        grads = trees.unflatten(structure, [g if own is None else g + own for g, own in pairs])
+        _, grads = run_window(window, arguments, kwargs, cuts, take, counts)
         put_generator_states(first.devices, generators)
         put_after()
     plans.put(key, window.plan)
-    return (after.value, after.aux) if job.gradient.has_aux else after.value, grads
+    # The loss is the same on every replica, and so is its own gradient.
+    leaves, structure = trees.flatten(grads)
+    pairs = zip(leaves, map(grad_of.get, params), strict=True)
+    grads = trees.unflatten(structure, [g if own is None else g + own for g, own in pairs])
+    return (value, aux) if job.gradient.has_aux else value, grads
 
 
 class _FirstPass(Called):
@@ -185,7 +207,7 @@ class _FirstPass(Called):
     """
 
     def __init__(self, summary: _Summary, arguments: Arguments, call: Tree):
-        own, wrapper, program = summary.own, summary.wrapper, summary.job.first
+        own, wrapper, program = summary.own, summary.wrapper, summary.job.program
         tensors = trees.flatten(call)[0]
         if own is not None:
             program = replace(program, grad_fn=partial(own.loss_fn, own.module))
@@ -241,6 +263,14 @@ class _FirstPass(Called):
         put_back()
         return result
 
+    def next_rows(
+        self, cotangents: dict[int, torch.Tensor], index: int, part: torch.Tensor, axis: int
+    ) -> torch.Tensor:
+        """The rows of the next micro-batch in the cotangent of a collected leaf."""
+        start, size = self.starts[index], part.shape[axis]
+        self.starts[index] += size
+        return torch.narrow(cotangents[index], axis, start, size)
+
     def _merged(self, sums: Sums) -> Summaries:
         """The summaries of all micro-batches, on all replicas."""
         outputs = sums.folding.outputs
@@ -258,7 +288,7 @@ class _FirstPass(Called):
 
 
 def _differentiated(
-    summary: _Summary, summaries: Summaries, params: list[Tree]
+    summary: _Summary, summaries: Summaries, params: list[Any], structure: Structure
 ) -> tuple[torch.Tensor, Tree, dict[int, torch.Tensor], dict[torch.Tensor, torch.Tensor]]:
     """(the loss, its aux, its gradient by the summaries that it uses, by their leaf indices, and
     that by all else).
@@ -268,9 +298,9 @@ def _differentiated(
     # Autocast must not take a cast that was not recorded, or is part of another graph.
     torch.clear_autocast_cache()
     with torch.enable_grad(), recording_loss():
-        given = params if own is None else [own.module]
+        given = trees.unflatten(structure, params) if own is None else [own.module]
         loss, aux = summary.job.loss(given, summaries, variables)
-        leaves = [*variables.values(), *trees.flatten(params)[0], *wrapper.leaves().values()]
+        leaves = [*variables.values(), *params, *wrapper.leaves().values()]
         # What is gathered of a frozen parameter is frozen, too.
         leaves = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
         if loss.requires_grad:
@@ -289,59 +319,3 @@ def _differentiated(
     if not used:
         raise unused()
     return loss.detach(), trees.detached(aux, recorded=True), used, grad_of
-
-
-class _SecondPass:
-    """The loss of the summaries, and what the second pass differentiates in its place.
-
-    `value`, `aux`: the loss, and what it returns beside. `of_params`: the gradient of the
-    parameters that loss_fn uses itself. `counts`: 0 for micro-batches that contribute nothing, as
-    their weight is 0, and 1 for all others.
-    """
-
-    def __init__(
-        self,
-        first: _FirstPass,
-        summary: _Summary,
-        summaries: Summaries,
-        weights: list[Scalar],
-        params: list[Tree],
-    ):
-        self.first, self.summary, wrapper = first, summary, summary.wrapper
-        self.value, self.aux, used, grad_of = _differentiated(summary, summaries, params)
-        self.of_params = [grad_of.get(leaf) for leaf in trees.flatten(params)[0]]
-        # A wrapper waits for the gradients of parameters that only the loss uses, unless it
-        # searches for such.
-        self.waiting = [*grad_of] if wrapper.wrapped and not wrapper.searches else []
-        self.cotangents = summaries.cotangents(used)
-        self.summaries = summaries._replace(leaves=[])  # these are freed before the second pass
-        are_weighed = summaries.are_weighed(used)
-        self.counts = [int(weight != 0 or not are_weighed) for weight in weights]
-        # One that counts for nothing is masked as a whole.
-        weights = [w if count else 1 for w, count in zip(weights, self.counts, strict=True)]
-        self.microbatches = zip(first.generators, weights, strict=True)  # those to come
-
-    def loss(self, *called: Tree, **named: Tree) -> Tree:
-        """The inner product of the cotangents with what the next micro-batch contributes; blank
-        rows come after the last one.
-        """
-        states, weight = next(self.microbatches, (None, 1))
-        rows_of = self._next_rows
-        if states is None:
-            rows_of = lambda index, part, axis: part.detach()  # of which nothing counts
-        else:
-            put_generator_states(self.first.devices, states)
-        summaries, output = self.summaries, self.summary.function(*called, **named)
-        weights = dict.fromkeys(summaries.tallies, weight)
-        total, threaded = summaries.inner_product(
-            self.cotangents, output, weights, rows_of, self.value
-        )
-        for leaf in self.waiting:
-            total = total + 0 * leaf.sum()
-        return (total, threaded) if summaries.outputs.threads else total
-
-    def _next_rows(self, index: int, part: torch.Tensor, axis: int) -> torch.Tensor:
-        """The rows of the micro-batch in the cotangent of a collected leaf."""
-        starts, size = self.first.starts, part.shape[axis]
-        starts[index] += size
-        return torch.narrow(self.cotangents[index], axis, starts[index] - size, size)

@@ -7,17 +7,13 @@ from typing import Any
 from funcga._accumulate import DropTest
 from funcga._backend import Arrays, Backend
 from funcga._call import Memory
-from funcga._fold import LeafFold, as_number
+from funcga._fold import as_number
 from funcga._fold.accumulator import Accumulation
 from funcga._fold.outputs import Outputs
 from funcga._tools import load
 from funcga._types import Array, Scalar, Tree
 from funcga.errors import FuncgaError
 from funcga.tools.finite import finite
-
-
-def _whole(output: Tree) -> Tree:
-    return output
 
 
 @dataclass(frozen=True)
@@ -72,51 +68,33 @@ class Dropping:
         return [k for k, dtype in dtypes if dtype is not None and kind(dtype)[0] in "fc"]
 
     def test_of(self, outputs: Outputs) -> Callable[[Sequence[Array], Scalar], bool | Array]:
-        """What tells by the leaves and the weight of a micro-batch whether it is folded."""
-        tested = self.tested(outputs)
-        are_weighted = _are_weighted([outputs.folds[leaf_index] for leaf_index in tested])
+        """Makes `keeps(leaves, weight)`: whether a micro-batch of these leaves is folded, as a bool
+        or a 0-d array that the host does not see.
+
+        One of weight 0 is kept where all that is tested is weighted: it adds nothing, not even a
+        NaN, and is not looked at.
+        """
+        tested, arrays = self.tested(outputs), outputs.backend.arrays
+        folds = [fold for fold in map(outputs.folds.__getitem__, tested) if fold is not None]
+        are_weighted = all(fold.fold.plain.reducer.linear for fold in folds)
 
         def keeps(leaves: Sequence[Array], weight: Scalar) -> bool | Array:
-            value = None if self.test is None else outputs.value_of(leaves)
-            looked_at = [leaves[leaf_index] for leaf_index in tested]
-            return self._is_kept(value, looked_at, weight, are_weighted, outputs.backend)
+            has_no_weight = are_weighted and weight == 0
+            if has_no_weight is True:
+                return True
+            if self.test is None:
+                looked_at = [leaves[leaf_index] for leaf_index in tested]
+                keep = arrays.scalar(finite(looked_at, outputs.backend))
+            else:
+                keep = _kept(self.test(outputs.value_of(leaves)), arrays)
+            if arrays.is_array(has_no_weight):
+                answer = arrays.as_array(keep)
+                keep = answer | arrays.cast(has_no_weight, answer.dtype, answer)
+            return keep
 
         return keeps
 
-    def _is_kept(
-        self,
-        value: Tree,
-        leaves: Sequence[Array],
-        weight: Scalar,
-        are_weighted: bool,
-        backend: Backend,
-    ) -> bool | Array:
-        """Whether a micro-batch is folded: a bool, or a 0-d array that the host does not see.
-
-        `value` is for the user's test; without one the `leaves` have to be finite. One of weight 0
-        is kept where all `are_weighted`: it adds nothing, not even a NaN, and is not looked at.
-        """
-        arrays, has_no_weight = backend.arrays, are_weighted and weight == 0
-        if has_no_weight is True:
-            return True
-        if self.test is None:
-            keep = arrays.scalar(finite(leaves, backend))
-        else:
-            drop = _as_bool(self.test(value), arrays)
-            keep = not drop if isinstance(drop, bool) else ~drop
-        if arrays.is_array(has_no_weight):
-            answer = arrays.as_array(keep)
-            keep = answer | arrays.cast(has_no_weight, answer.dtype, answer)
-        return keep
-
     # In `multi_steps`.
-
-    def keeps(
-        self, grads: Tree, leaves: Sequence[Array], weight: Scalar, outputs: Outputs
-    ) -> bool | Array:
-        """Whether gradients are folded: a bool, or a 0-d array that the host does not see."""
-        are_weighted = _are_weighted(outputs.folds[outputs.before :])
-        return self._is_kept(grads, leaves, weight, are_weighted, outputs.backend)
 
     def left_out(
         self, keep: bool | Array, window: Accumulation, after: Accumulation
@@ -148,20 +126,16 @@ class Dropping:
         return arrays.scalar(keep) if arrays.is_array(keep) else keep, dropped
 
 
-def _are_weighted(folds: Sequence[LeafFold | None]) -> bool:
-    return all(fold is None or fold.fold.plain.reducer.linear for fold in folds)
-
-
-def _as_bool(drop: Scalar, arrays: Arrays) -> bool | Array:
-    """The result of a test, as a bool or a 0-d array that the host does not see. Raises
-    FuncgaError for anything else.
+def _kept(drop: Scalar, arrays: Arrays) -> bool | Array:
+    """Whether a micro-batch is kept, from the result of a test. Raises FuncgaError for anything but
+    a bool.
     """
     if arrays.is_array(drop) and drop.shape == () and arrays.kind(drop.dtype) == "bool":
-        return arrays.scalar(drop)
+        return arrays.scalar(~drop)
     # It may be a NumPy bool, as np.isnan(float(loss)) is. Not by truth value: a loss is true
     # unless it is 0.
     if isinstance(as_number(drop), bool):
-        return bool(drop)
+        return not drop
     raise FuncgaError(
         f"drop_if returned {arrays.describe(drop)}: it is asked of a whole micro-batch, for one "
         "bool, or a 0-d array of one. Compare a number, drop_if=lambda output: norm(output) > 100, "
@@ -192,4 +166,4 @@ def dropping(
     # Replicas compare the options.
     memory.options["drop="] = repr(drop)
     memory.options["drop_if="] = "None" if drop_if is None else "given"
-    return Dropping(drop, drop_if, getattr(function, "without_aux", _whole))
+    return Dropping(drop, drop_if, getattr(function, "without_aux", lambda output: output))

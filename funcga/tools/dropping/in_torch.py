@@ -7,14 +7,15 @@ nothing waits for it: what is added is selected.
 """
 
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from funcga._call import Program
-from funcga._types import Scalar, Tree
+from funcga._call.arguments import Arguments
+from funcga._types import GradFn, Scalar, Tree
 from funcga.errors import FuncgaError
 from funcga.tools.dropping import Dropping, selected
 from funcga.tools.finite.in_torch import finite
@@ -52,23 +53,25 @@ def take_back(sums: Sums, keep: bool | torch.Tensor, before: Before) -> None:
     sums.state = choose(sums.state, state)
 
 
+def _filled(leaf: torch.Tensor, dropped: torch.Tensor, by: float = 0) -> Any:
+    """A leaf with this number in place of all of its own if it is `dropped`, a 0-d array."""
+    shard = local(leaf)
+    return as_dtensor(shard.masked_fill(dropped.to(shard.device), by), leaf)
+
+
 def result_of(sums: Sums, before: Before) -> Tree:
     """The normalised result; zeros, and all else as `before`, if the window is dropped."""
     outputs, keep = sums.folding.outputs, sums.rejected == 0
     if keep is True:
         return sums.result()
     take_back(sums, keep, before)
-    dropped = arrays.as_array(keep == 0)
-
-    def filled(leaf: torch.Tensor, by: float = 0) -> torch.Tensor:
-        shard = local(leaf)
-        return as_dtensor(shard.masked_fill(dropped.to(shard.device), by), leaf)  # type: ignore[no-any-return]
+    filled = partial(_filled, dropped=arrays.as_array(keep == 0))
 
     def fill(leaves: list[Any]) -> None:
         for index in outputs.reduced:
             leaves[index] = _private.pytree.tree_map(filled, leaves[index])
         for index in outputs.collected:  # by observers
-            leaves[index] = filled(leaves[index], NAN)
+            leaves[index] = filled(leaves[index], by=NAN)
 
     return sums.result(fill)
 
@@ -89,16 +92,20 @@ class SkippingCalls(Called):
     """
 
     keeps: Any = None  # the test of a micro-batch; set by `add` for the first one
-    # Of the window, or of the present micro-batch if it is these that are dropped; set by `fold`.
-    # None on a replica that has no micro-batch.
-    before: Before | None = None
 
-    def __init__(self, module: nn.Module | None, program: Program, *args: Any):
-        super().__init__(program, *args)
-        assert program.skip is not None
+    def __init__(
+        self,
+        module: nn.Module | None,
+        program: Program,
+        function: GradFn,
+        arguments: Arguments,
+        *others: Any,
+    ):
+        super().__init__(program, function, arguments, *others)
         self.module, self.dropping = module, program.skip
-        # For each device and dtype, as a number would become a tensor for each leaf.
-        self.zero = cache(lambda device, dtype: torch.zeros((), device=device, dtype=dtype))
+        # Of the window; where micro-batches are dropped, `fold` sets it before each of the others.
+        with self.quiet:
+            self.before = snapshot(module, arguments.state)
         # What hears collectives of the loss over the groups that gradients travel over.
         self.own_groups = [Listener(merge.replicas.group) for merge in self.merges]
 
@@ -106,11 +113,9 @@ class SkippingCalls(Called):
         self, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: Scalar, last: bool = False
     ) -> None:
         """Folds the value of one micro-batch in, or leaves it out."""
-        assert self.arguments is not None
-        if self.sums is None or self.dropping.scope == "microbatch":
-            state = self.arguments.state if self.sums is None else self.sums.state
+        if self.sums is not None and self.dropping.scope == "microbatch":
             with self.quiet:
-                self.before = snapshot(self.module, state)
+                self.before = snapshot(self.module, self.sums.state)
         super().fold(args, kwargs, weight, last)
 
     def add(self, sums: Sums, leaves: list[Any], weight: Scalar) -> None:
@@ -128,37 +133,27 @@ class SkippingCalls(Called):
         if keep is True:
             super().add(sums, leaves, weight)
             return
-        choose = partial(selected, keep, backend=outputs.backend)
+        dropped = arrays.as_array(keep == 0)
         for index, fold in folding.folds.items():
-            value, total = arrays.strided(leaves[index]), sums.of[index]
-            if total is None:  # it may be the first, and every other may be dropped, too
-                total = sums.of[index] = fold.identity(value)
-            if keep is False:
+            # The identity of its monoid in its place: zeros of what is added, one leaf after the
+            # other, so that one copy is held at a time.
+            value, before = arrays.strided(leaves[index]), sums.of[index]
+            if folding.kinds[index] is not None:
+                sums.add_reduced({index: _filled(value, dropped)}, weight)
                 continue
-            if folding.kinds[index] is None:
-                # Some folds write to what there was before.
-                copy = _private.pytree.tree_map(torch.clone, total)
-                sums.add_reduced({index: value}, weight)
-                sums.of[index] = choose(sums.of[index], copy)
-            else:  # or zeros, one leaf after the other, so that one copy is held at a time
-                shard = local(value)
-                kept = choose(shard, self.zero(shard.device, shard.dtype))
-                sums.add_reduced({index: as_dtensor(kept, value)}, weight)
+            nothing = fold.identity(value)
+            lifted = selected(keep, fold.lift(value, weight), nothing, outputs.backend)
+            sums.of[index] = fold.combine(nothing if before is None else before, lifted)
         for index in outputs.collected:  # by observers
-            sums.collected[index].append(choose(leaves[index], leaves[index] * NAN))
+            sums.collected[index].append(_filled(leaves[index], dropped, NAN))
         sums.state = [leaves[index] for index in outputs.threads]
         count = arrays.tally(keep.float()).weight[0] if arrays.is_array(keep) else keep
         sums.steps, sums.total = sums.steps + keep, sums.total + count * weight
         if self.dropping.scope == "window":
             sums.rejected = sums.rejected + (keep == 0)
         else:
-            assert self.before is not None
             take_back(sums, keep, self.before)
 
     def finished(self, sums: Sums) -> Tree:
         """The normalised result of merged sums."""
-        if self.before is None:
-            assert self.arguments is not None
-            with torch.no_grad():
-                self.before = snapshot(None, self.arguments.state)
         return result_of(sums, self.before)

@@ -208,37 +208,32 @@ class Readings:
         """The observation of a finished window: `folded` are the results of the measures."""
         (factor,), trees, xp = folded[0], self.backend.trees, self.arrays.xp
         results = self._vectors([*folded, *trees.flatten(value)[0]], {})
-        loss_scale = self.arrays.cast(loss_scale, self.dtype)
         divisor = xp.where(factor == 0, 1, factor)  # of a window that weighs nothing
-        observations = list[Tree]()
-        for observer, groups, of_microbatches, result in zip(
-            self.observers, self.groups, folded[1:], results, strict=True
-        ):
+        in_units = divisor / self.arrays.cast(loss_scale, self.dtype)
+        each = zip(self.groups, folded[1:], results, strict=True)
+
+        def observation_of(observer: Observer) -> Tree:
+            groups, of_microbatches, result = next(each)
             result = self.arrays.cast(result, self.dtype, factor) / divisor**observer.degree
-            seen = Observed(of_microbatches, result, divisor / loss_scale)
             # Arrays with the groups on their last axis: the observation of each.
-            leaves, structure = trees.flatten(observer.finish(xp, seen))
+            seen = observer.finish(xp, Observed(of_microbatches, result, in_units))
+            leaves, structure = trees.flatten(seen)
             of_groups = {
                 name: trees.unflatten(structure, [leaf[..., k] for leaf in leaves])
                 for k, name in enumerate(groups)
             }
-            observations.append(of_groups[""] if observer.groups is None else of_groups)
-        each = iter(observations)
-        return _mapped(lambda _: next(each), self.tree)
+            return of_groups[""] if observer.groups is None else of_groups
+
+        return _mapped(observation_of, self.tree)
 
 
 def _groups(observer: Observer, paths: Sequence[str]) -> dict[str, list[int]]:
-    """The places of the leaves of each group. Raises FuncgaError if no leaf has one."""
+    """The places of the leaves of each group."""
     groups: dict[str, list[int]] = {}
     for place, path in enumerate(paths):
         name = "" if observer.groups is None else observer.groups(path)
         if name is not None:
             groups.setdefault(name, []).append(place)
-    if not groups:
-        raise FuncgaError(
-            f"there is no leaf to observe: the gradient has the leaves {listed(paths)}, and groups "
-            "returned None for all of them. Return the name of a group for some."
-        )
     # Sorted, as a dict of gradients may come in another order.
     return dict(sorted(groups.items()))
 
@@ -314,12 +309,11 @@ class ObservedFolding(Folding):
         self, value: Tree, backend: Backend, shaped: bool = True
     ) -> tuple[Outputs, list[Array]]:
         """The Outputs for values like this one, and its leaves, with zeros for the measures."""
-        grads, is_array = value[1], backend.arrays.is_array
+        _, grads = value
         readings = Readings(self.observers, self.of_gradients, grads, lambda value: value, backend)
         self.readings, self.fold = readings, (readings.folds, self.of_gradients)
-        leaves = filter(is_array, backend.trees.flatten(grads)[0])
-        measures = readings.placeholders(next(leaves, backend.arrays.as_array(0.0)))
-        return super().bind((measures, grads), backend, shaped)
+        first, *_ = filter(backend.arrays.is_array, backend.trees.flatten(grads)[0])
+        return super().bind((readings.placeholders(first), grads), backend, shaped)
 
     def empty(self, params: Tree, backend: Backend) -> tuple[Accumulation, Tree]:
         """The empty window for gradients like these params, and what a state has as `observed`

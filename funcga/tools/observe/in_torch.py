@@ -49,13 +49,15 @@ class ObservedGradient:
     Short gradients, which are many, wait for the end of the pass, to be measured all at once.
     """
 
+    in_pieces = False  # whether a gradient has come in several; set by `_arrived`
+
     def __init__(self, readings: Readings, inner: GradientFunction, loss: torch.Tensor):
         """`loss`: its device is that of the measures."""
         self.readings, self.inner, self.before = readings, inner, readings.placeholders(loss)
         self.nothing = self.before[0][:0]  # in place of a gradient that does not come
-        # What each leaf got in the last pass: its gradient, or the measures of a long one.
-        self.arrived: dict[int, list[torch.Tensor]] = {}
-        self.long = set[int]()
+        # What has come in this pass, by leaf: gradients that wait, and the measures of others.
+        self.waiting: dict[int, torch.Tensor] = {}
+        self.measured: dict[int, torch.Tensor] = {}
         self.hooks: list[Any] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -70,16 +72,17 @@ class ObservedGradient:
         window; the gradients of all others are measured as values.
         """
         for index in leaves.keys() & {*self.readings.indices}:
-            leaf, arrived = leaves[index], self.arrived.setdefault(index, [])
-            hook: Callable[[torch.Tensor], None] = arrived.append  # the cheapest one
-            if leaf.numel() > _SHORT or leaf.device != self.nothing.device:
-                self.long.add(index)
-                hook = partial(self._measure, arrived)
+            leaf, hook = leaves[index], partial(self._arrived, index)
             self.hooks.append((leaf, leaf.register_hook(hook)))  # type: ignore[no-untyped-call]
 
-    def _measure(self, arrived: list[torch.Tensor], gradient: torch.Tensor) -> None:
-        (row,) = rows(self.readings, [gradient])
-        arrived.append(row.to(self.nothing.device))
+    def _arrived(self, index: int, gradient: torch.Tensor) -> None:
+        if index in self.waiting or index in self.measured:
+            self.in_pieces = True
+        if gradient.numel() <= _SHORT and gradient.device == self.nothing.device:
+            self.waiting[index] = gradient
+        else:
+            (row,) = rows(self.readings, [gradient])
+            self.measured[index] = row.to(self.nothing.device)
 
     @torch.no_grad()
     def measures(
@@ -88,17 +91,15 @@ class ObservedGradient:
         """The measures of the last micro-batch, whose gradients came times `seed`, by leaf.
         `values` are the leaves of the output that autograd has not added.
         """
-        if max(map(len, self.arrived.values()), default=0) > 1:
+        if self.in_pieces:
             raise FuncgaError(
                 "observe= was given, and a parameter gets its gradient in several pieces, of which "
                 "none has the norm of the gradient, as reentrant checkpoints make it. Use "
                 "use_reentrant=False."
             )
-        arrived = {index: each[0] for index, each in self.arrived.items() if each}
-        known = {index: arrived.pop(index) for index in self.long & arrived.keys()}
-        leaves = {**values, **dict.fromkeys(self.arrived, self.nothing), **arrived}
-        for each in self.arrived.values():
-            each.clear()
+        nothing = dict.fromkeys(self.readings.indices, self.nothing)
+        leaves, known = {**nothing, **values, **self.waiting}, self.measured
+        self.waiting, self.measured = {}, {}
         # A pass without a weight measures nothing, and the micro-batch counts for nothing.
         return dict(enumerate(self.readings.leaves_for(leaves, weight, known, seed or 1.0)))
 

@@ -207,7 +207,7 @@ def planned(
     def window(program: Program) -> Callable[..., Tree]:
         if job is None:
             return backend.loop.accumulate(program, backend)
-        step: Callable[..., Tree] = job.of(program, job.gradient, None).passes(backend)
+        step: Callable[..., Tree] = replace(job, program=program, step=None).passes(backend)
         return step
 
     def measure(n: int) -> dict[str, int]:

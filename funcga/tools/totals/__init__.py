@@ -67,20 +67,16 @@ class Totals:
         in_axes = trees.unflatten(structure, [None if axis is CARRY else axis for axis in axes])
         count = partial(_count, self.function, in_axes, backend)
         has_long_integers = backend.arrays.as_array(0).dtype.itemsize == 8
-        return replace(
-            program,
+        return Program(
             # It has the names of grad_fn's parameters, for messages.
-            grad_fn=update_wrapper(count, program.grad_fn, (), ()),
-            fold=sum() if has_long_integers else _SUM,
-            weight=None,
+            update_wrapper(count, program.grad_fn, (), ()),
+            sum() if has_long_integers else _SUM,
             in_axes=in_axes,
-            device=None,
+            n=program.n,
+            microbatch_size=program.microbatch_size,
             across=across,
             memory=self.memory,
-            prologue=None,
-            epilogues=(),
-            watch=None,
-            skip=None,
+            on_each=program.on_each,
         )
 
     def of_stream(

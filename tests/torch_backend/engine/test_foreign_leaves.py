@@ -113,3 +113,79 @@ def test_by_turns(how, module, x):
     loss = lambda f, x: heads[uses[-1]](f(x)).square().mean()
     others = [p for head in heads for p in head.parameters()]
     check_each_call(how, module, loss, others, uses.append, x)
+
+
+@pytest.mark.parametrize("where", ["between calls", "in the loss"])
+@pytest.mark.parametrize("how", HOW)
+def test_a_critic_that_is_trained_by_turns(how, where, module, x):
+    torch.manual_seed(2)
+    critic, is_frozen = nn.Sequential(nn.Linear(3, 3), nn.Tanh()).double(), []
+
+    def freeze(is_on):
+        is_frozen.append(is_on)
+        if where == "between calls":
+            critic.requires_grad_(not is_on)
+
+    def loss(f, x):
+        if where == "in the loss":
+            critic.requires_grad_(not is_frozen[-1])
+        return critic(f(x)).square().mean()
+
+    check_each_call(how, module, loss, [*critic.parameters()], freeze, x)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_one_in_the_place_of_a_constant(how, module, x):
+    """The graph has as many nodes as before."""
+    scale, constant = (
+        nn.Parameter(torch.full((3,), 2.0, dtype=torch.float64)),
+        torch.full((3,), 3.0, dtype=torch.float64),
+    )
+    uses = []
+    loss = lambda f, x: (f(x) * (scale if uses[-1] else constant)).square().mean()
+    check_each_call(how, module, loss, [scale], uses.append, x)
+
+
+def test_a_step_in_the_window_of_another(module, x):
+    """That window's sums are the `.grad`s of what the loss of this step runs through."""
+    torch.manual_seed(2)
+    critic = nn.Linear(3, 3).double()
+    of_module = funcga.accumulate(module_value_and_grad(module, lambda module, x: critic(module(x)).square().mean()), 2)
+    for trains in (True, False):
+        critic.requires_grad_(trains)
+        of_module(x)
+    critic.requires_grad_(True)
+
+    def items():
+        for piece in x.split(2):
+            yield (piece,)
+            of_module(x)
+
+    twin = copy.deepcopy(critic)
+    twin(x).square().mean().backward()
+    _, grads = funcga.stream(module_value_and_grad(critic, lambda critic, x: critic(x).square().mean()))(items())
+    torch.testing.assert_close(grads, {name: p.grad for name, p in twin.named_parameters()})
+
+
+@pytest.mark.filterwarnings("ignore:requires_grad=False")
+def test_one_that_alone_is_left_by_the_loss(x):
+    scale = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    w = torch.ones(3, dtype=torch.float64)
+    gradient = funcga.grad(lambda w, x: (w.requires_grad_(False) * x * scale).sum())
+    for step in (gradient, funcga.accumulate(gradient, 2)):
+        with pytest.raises(funcga.FuncgaError, match="requires_grad_"):
+            step(w, x)
+        assert scale.grad is None
+
+
+def test_a_micro_batch_of_weight_0_need_not_lead_to_an_argument_that_is_split():
+    other, w, x = torch.ones(3, requires_grad=True), torch.ones(3), torch.ones(4, 3)
+    x[:2] = 0
+    loss = lambda w, x: torch.zeros(()) if x.any() else (other * 1).sum()
+    folds = (funcga.mean(), funcga.concat())
+    gradient = funcga.grad(loss, argnums=(0, 1))
+    step = funcga.accumulate(gradient, 2, in_axes=(None, 0), weight=lambda x: (x != 0).sum(), fold=folds)
+    of_w, of_x = step(w, x)
+    assert not of_w.any()
+    assert not of_x.any()
+    assert other.grad is None

@@ -148,6 +148,13 @@ def wrapped_late(group, wrapper, called):
     step(*rows_of(0, torch.float32))
 
 
+def in_a_summary(group):
+    """A wrapped module that a summary closes over."""
+    module = ddp(group, made())
+    step = funcga.coupled(lambda w, x, y: w * module(x), lambda w, s: s.sum(), 2)
+    step(torch.ones(()), *rows_of(0, torch.float32))
+
+
 def part_wrapped_late(group):
     from torch.distributed.fsdp import fully_shard
 
@@ -284,6 +291,7 @@ REFUSED = {
         "of the module that is wrapped by FullyShardedDataParallel, and it synchronises only what that backward pass reaches."),
     "late, fsdp2": ((wrapped_late, "fsdp2", False), LATE.format("it is", "fully_shard")),
     "late, replicate": ((wrapped_late, "replicated", True), LATE.format("it is", "replicate")),
+    "in a summary": ((in_a_summary,), LATE.format("it is", "DistributedDataParallel")),
     "late, a part": ((part_wrapped_late,), LATE.format("the part `2` of it is", "fully_shard")),
     "join": ((inside_of_join,), "was called inside of Join, which answers for replicas that have run out of data, and "
         "knows nothing of the counts that funcga merges. Leave Join out: replicas may have different numbers of"),

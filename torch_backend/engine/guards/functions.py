@@ -31,11 +31,9 @@ def restriction(
         window.unreached = True
     elif not window.gradient.reached:
         window.gradient.reached.add(True)
-    if found.own and not (found.foreign or found.custom):
-        window.plan.note_graph(window.nodes)
     if window.runs_whole or found.custom:
         return (), _others_aside(window, found, leaves)
-    return tuple([leaf for leaf in leaves if leaf.requires_grad]), nullcontext()
+    return leaves, nullcontext()
 
 
 def note_constant(
