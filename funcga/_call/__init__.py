@@ -103,7 +103,6 @@ class Program:
     epilogues: tuple[Callable[..., Tree], ...] = ()
     watch: Any = None  # of a tool: what it folds of each gradient, beside the value
     skip: Any = None  # of a tool: which micro-batches are left out, by their values
-    on_each: Any = None  # of a plan: what runs a function on every device of a mesh
 
     @cached_property
     def is_exact(self) -> bool:

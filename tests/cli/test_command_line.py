@@ -108,7 +108,7 @@ REFUSED = {
     "parity digits --device cuda:77": "CUDA",
     "parity absent.py": "absent.py does not import: FileNotFoundError: ",
     "parity broken.py": "broken.py does not import: ModuleNotFoundError: No module named 'nothing_of_this_name' (line 1 of ",
-    "parity crooked.py": "crooked.py does not import: SyntaxError: '(' was never closed (line 1 of ",
+    "parity crooked.py": "crooked.py does not import: SyntaxError: '(' was never closed (crooked.py, line 1)",
     "parity stops.py": "stops.py does not import: SystemExit: 0 (line 1 of ",
     "parity mine.py": "mine.py: mine.py has no `problem`. Write mine.py:NAME of what is meant, or add it: problem = funcga.checks.Problem(",
     "parity losses.py": "losses.py: losses.py has no `problem`. Write losses.py:NAME of what is meant, or add it: problem = funcga.checks.Problem(params, batch, torch_loss=..., jax_loss=...).",

@@ -1,6 +1,7 @@
 """Chains of transforms, and clipping."""
 
 import inspect
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -232,11 +233,11 @@ class _Clipping(UpdateFunction):
         with torch.no_grad():
             detached = [None if leaf is None else leaf.detach() for leaf in leaves]
             clipped = without_overlap(detached) if owned else copies(detached)
-            present = [grad for grad in clipped if grad is not None]
-            # torch clips the `.grad`s of parameters, which are tensors made for that.
-            holders = [grad.detach() for grad in present]
-            for holder, grad in zip(holders, present, strict=True):
-                holder.grad = grad
+            holders = []  # torch clips the `.grad`s of parameters: these are made for that
+            for grad in clipped:
+                if grad is not None:
+                    holders.append(grad.detach())
+                    holders[-1].grad = grad
             norm = self.clip(holders)
         if norm is not None:
             # The norm of shards is a sum over them that is still to be done. Nothing here makes
@@ -262,9 +263,13 @@ def check_not_differentiated(name: str, tree: Tree) -> None:
 
 def copies(values: Sequence[Any]) -> list[Any]:
     """Copies in memory of their own; on a device one kernel copies many tensors."""
-    copied = [torch.empty_like(x) if type(x) is torch.Tensor else deepcopy(x) for x in values]
-    pairs = [pair for pair in zip(copied, values, strict=True) if type(pair[1]) is torch.Tensor]
-    for device in {old.device for _, old in pairs}:  # a kernel takes those of one
-        new, old = zip(*[pair for pair in pairs if pair[1].device == device], strict=True)
+    copied, by_device = [], defaultdict[torch.device, list[Any]](list)
+    for value in values:
+        is_plain = type(value) is torch.Tensor
+        copied.append(torch.empty_like(value) if is_plain else deepcopy(value))
+        if is_plain:
+            by_device[value.device].append((copied[-1], value))
+    for pairs in by_device.values():
+        new, old = zip(*pairs, strict=True)
         torch._foreach_copy_(new, old)
     return copied

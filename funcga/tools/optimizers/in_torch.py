@@ -137,8 +137,7 @@ class _Update(UpdateFunction):
         )
         # Zeros are parameters and gradients at once: this takes no more than one copy of them.
         _, after = self.stepped(False, True, like, state, like, {"weight": 1.0})
-        slots = matched(after.slots, params, "slots")
-        pytree.tree_map_only(torch.Tensor, torch.zero_, slots)
+        pytree.tree_map_only(torch.Tensor, torch.zero_, trees.flatten(after.slots)[0])
         return state._replace(slots=after.slots)
 
     def stepped(
@@ -159,7 +158,7 @@ class _Update(UpdateFunction):
                 None if grad is None else without_partials(grad.detach(), leaf)
                 for grad, leaf in zip(gradients, leaves, strict=True)
             ]
-            # A tensor without elements stands for a leaf that is None, and no optimizer gets it.
+            # A tensor without elements, which gets no gradient, stands for a leaf that is None.
             aliases = [
                 torch.empty(0, device="cpu") if leaf is None else leaf.detach() for leaf in leaves
             ]
@@ -167,8 +166,6 @@ class _Update(UpdateFunction):
             # step and a state.
             tensors = arrays.without_overlap(aliases) if into else copies(aliases)
             after = self._step(tensors, gradients, state, params, owned, extra.get("weight"))
-            for tensor in tensors:
-                tensor.grad = None
             if into is None:
                 _subtract(tensors, aliases, gradients)
         results = [None if leaf is None else x for leaf, x in zip(leaves, tensors, strict=True)]
@@ -189,39 +186,21 @@ class _Update(UpdateFunction):
         """
         optimizer = self.options.build(params, tensors, int(state.count), weight)
         slots, flags = matched(state.slots, params, "state.slots"), state.started.tolist()
-        # Flags are kept in the order of the paths: a file may return dicts in another order.
-        started = dict(zip(_order_of_paths(flags, params), flags, strict=True))
+        order: Sequence[int] = range(len(flags))
+        if not all(flags):
+            # They are in the order of the paths: a file may return dicts in another order.
+            order = sorted(order, key=leaf_paths(params, trees).__getitem__)
+        started = dict(zip(order, flags, strict=True))
         # A parameter's first update begins with the optimizer's own state, not with zeros.
         used = [
             slot if started[index] or grad is None else {}
             for index, (slot, grad) in enumerate(zip(slots, grads, strict=True))
         ]
-        used, grads = _writable(used, tensors, owned), _laid(grads, tensors)
+        grads = _laid(grads, tensors)
         if self.options.writes_to_gradients(optimizer):
             grads = arrays.without_overlap(grads if owned else copies(grads))
-        kept = self._run(optimizer, tensors, grads, used)
-        begun = [
-            started[index] or grad is not None or not slots[index]
-            for index, grad in enumerate(grads)
-        ]
-        flags = [begun[index] for index in _order_of_paths(begun, params)]
-        return OptimizerState(
-            state.count + 1,
-            trees.unflatten(trees.flatten(params)[1], kept),
-            torch.tensor(flags, dtype=torch.bool, device="cpu"),
-            arrays.cast(0 if weight is None else weight, torch.float32).clone(),
-        )
-
-    def _run(
-        self,
-        optimizer: Optimizer,
-        tensors: list[torch.Tensor],
-        grads: list[torch.Tensor | None],
-        slots: list[dict[str, Any]],
-    ) -> list[dict[str, Any]]:
-        """Takes a step, and returns what the optimizer keeps for each tensor."""
-        names = [[*slot] for slot in slots]
-        for tensor, grad, slot in zip(tensors, grads, slots, strict=True):
+        written = _writable(used, tensors, owned)
+        for tensor, grad, slot in zip(tensors, grads, written, strict=True):
             tensor.grad = grad
             if slot:
                 optimizer.state[tensor] = slot
@@ -229,40 +208,37 @@ class _Update(UpdateFunction):
             optimizer.step()
         else:
             _checked_step(optimizer, tensors)
-        kept = [optimizer.state.get(tensor, {}) for tensor in tensors]
-        for before, slot in zip(names, kept, strict=True):
-            if before and before != [*slot]:
+        for index, (tensor, before) in enumerate(zip(tensors, used, strict=True)):
+            tensor.grad = None
+            slots[index] = optimizer.state.get(tensor, {})
+            started[index] |= grads[index] is not None or not slots[index]
+            if before and before.keys() != slots[index].keys():
                 raise FuncgaError(
                     f"the state has {', '.join(before)}, and after a step of "
-                    f"{type(optimizer).__name__} {', '.join(slot)}: it is the state of another "
-                    "optimizer, or of other options. Begin with state = tx.init(params)."
+                    f"{type(optimizer).__name__} {', '.join(slots[index])}: it is the state of "
+                    "another optimizer, or of other options. Begin with state = tx.init(params)."
                 )
-        return kept
+        return OptimizerState(
+            state.count + 1,
+            trees.unflatten(trees.flatten(params)[1], slots),
+            torch.tensor([*started.values()], dtype=torch.bool, device="cpu"),
+            arrays.cast(0 if weight is None else weight, torch.float32).clone(),
+        )
 
 
 def _subtract(
     tensors: list[torch.Tensor], before: list[torch.Tensor], grads: list[torch.Tensor | None]
 ) -> None:
     """Makes the updates of the parameters after a step, in their memory."""
-    triples = [*zip(tensors, before, grads, strict=True)]
-    moved = [(tensor, old) for tensor, old, grad in triples if grad is not None]
-    if moved:
-        torch._foreach_sub_(*map(local_tensors, zip(*moved, strict=True)))
-    # One that was skipped is not subtracted: an infinite parameter less itself is NaN.
-    for tensor, _, grad in triples:
+    after, subtrahends = [], []
+    for tensor, old, grad in zip(tensors, before, grads, strict=True):
         if grad is None:
-            tensor.zero_()
-
-
-def _order_of_paths(flags: list[bool], params: Tree) -> Sequence[int]:
-    """The indices of the leaves in the order of their paths, as far as it matters for flags.
-
-    It does not change if a file changes the order of a dict.
-    """
-    if len({*flags}) < 2:  # as usual
-        return range(len(flags))
-    paths = leaf_paths(params, trees)
-    return sorted(range(len(paths)), key=paths.__getitem__)
+            tensor.zero_()  # not subtracted: an infinite parameter less itself is NaN
+        else:
+            after.append(tensor)
+            subtrahends.append(old)
+    if after:
+        torch._foreach_sub_(local_tensors(after), local_tensors(subtrahends))
 
 
 def _writable(

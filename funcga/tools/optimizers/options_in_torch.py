@@ -54,14 +54,10 @@ class Options:
     ) -> list[tuple[Group, list[torch.Tensor]]]:
         """The options of each group of its own, and the tensors of its parameters."""
         if self.groups is None:
-            leaves = trees.flatten(params)[0]
-            pairs = zip(leaves, tensors, strict=True)
-            return [({}, [tensor for leaf, tensor in pairs if leaf is not None])]
+            return [({}, tensors)]
         groups: list[tuple[Group, list[torch.Tensor]]] = []
         named = paths_and_leaves(params, trees.children)
-        for (name, leaf), tensor in zip(named, tensors, strict=True):
-            if leaf is None:
-                continue
+        for (name, _), tensor in zip(named, tensors, strict=True):
             own = {**self.groups(name)}
             # Options are compared, not hashed: they may be tensors or lists.
             alike = [members for options, members in groups if options == own]
@@ -91,27 +87,26 @@ class Options:
                 f"groups gives `{name}`, which is no option of {self.optimizer.__name__}: its "
                 f"options are {', '.join(optimizer.defaults)}."
             )
-        if self.scheduler is not None:
-            self._follow(self.scheduler, optimizer, count)
+        self._follow(optimizer, count)
         for group, (_, members) in zip(optimizer.param_groups, groups, strict=True):
             group["params"] = members
         return optimizer
 
-    def _follow(
-        self, make: Callable[[Optimizer], LRScheduler], optimizer: Optimizer, count: int
-    ) -> None:
+    def _follow(self, optimizer: Optimizer, count: int) -> None:
         """Sets the options of an optimizer to those after `count` steps of the scheduler.
 
         A pure function of a stateful scheduler: the last one is stepped forward to the given count,
         and a new one is made for an earlier count. One that follows anything else than the count,
         as ReduceLROnPlateau does, torch refuses at the second update.
         """
+        if self.scheduler is None:
+            return
         began_with = options_of(optimizer)
         began, scheduler, updates = self.kept.pop("last", (None, None, 0))
         if scheduler is None or began != began_with or updates > count:
             # Schedulers write into tensors.
             groups = [{**deepcopy(group), "params": []} for group in began_with]
-            scheduler, updates = make(_OnlyOptions(groups, optimizer.defaults)), 0
+            scheduler, updates = self.scheduler(_OnlyOptions(groups, optimizer.defaults)), 0
             scheduler.optimizer.step()  # which schedulers want to see called before their own
         for _ in range(updates, count):
             scheduler.step()
@@ -136,14 +131,16 @@ def options_of(optimizer: Optimizer) -> list[Group]:
 def _at(options: Mapping[str, object], count: int, weight: Any) -> Group:
     result = {**options}
     for name, value in options.items():
-        if callable(value) and not takes_weight(value):
+        if not callable(value):
+            continue
+        if not takes_weight(value):
             result[name] = value(count)
-        elif callable(value):
-            if weight is None:
-                raise FuncgaError(
-                    f"the option {name} is a function of the window's weight, and the update was "
-                    "given none. Say it, tx.update(grads, state, params, weight=tokens), or let "
-                    "funcga.multi_steps(tx, n) add up the weights of its micro-batches."
-                )
-            result[name] = value(count, weight=getattr(weight, "item", lambda: weight)())
+        elif weight is None:
+            raise FuncgaError(
+                f"the option {name} is a function of the window's weight, and the update was "
+                "given none. Say it, tx.update(grads, state, params, weight=tokens), or let "
+                "funcga.multi_steps(tx, n) add up the weights of its micro-batches."
+            )
+        else:
+            result[name] = value(count, weight=float(weight))
     return result

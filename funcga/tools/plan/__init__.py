@@ -13,11 +13,12 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from typing import Any
 
 from funcga._backend import Backend
-from funcga._call import Program, read_program, step_program
+from funcga._call import Memory, Program, read_program, step_program
 from funcga._types import GradFn, Tree
 from funcga.errors import FuncgaError
 from funcga.folds import mean
@@ -29,10 +30,6 @@ def side(backend: Backend) -> Any:
     have the same functions.
     """
     return import_module(f"funcga.tools.plan.in_{backend.name}")
-
-
-Measure = Callable[[int], dict[str, int]]
-"""The bytes that a window of n micro-batches holds at its peak, by what they are."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +45,7 @@ class PlanRow:
         parts: The bytes by what they are.
     """
 
-    n: int
+    n: int | None
     microbatch_size: int
     peak_bytes: int
     fits: bool
@@ -56,7 +53,7 @@ class PlanRow:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(PlanRow):
     """How many micro-batches fit, and what they take; `print(plan)` shows the table.
 
     Attributes:
@@ -77,11 +74,6 @@ class Plan:
         (1, 64, True)
     """
 
-    n: int | None
-    microbatch_size: int
-    peak_bytes: int
-    fits: bool
-    parts: dict[str, int]
     memory: int
     rows: tuple[PlanRow, ...]
     whole_batch: int | None = None
@@ -185,10 +177,9 @@ def plan(
             "state=tx.init(params))."
         )
     program = program or read_program(grad_fn, mean(), None, None, None)
-    program = replace(program, on_each=on_each)
     backend = program.backend(args, kwargs)
     count = None if memory is None else read_memory(memory)
-    return planned(program, backend, args, kwargs, count, state, job)
+    return planned(program, backend, args, kwargs, count, state, job, on_each)
 
 
 def planned(
@@ -199,58 +190,60 @@ def planned(
     memory: int | None = None,
     state: Tree = None,
     job: Any = None,
+    on_each: Any = None,
 ) -> Plan:
-    """The Plan of a program, or of a step of `coupled` if there is a job."""
+    """The Plan of a program, or of a step of `coupled` if there is a job; `on_each` runs it on
+    every device of a mesh.
+    """
     own = side(backend)
     measured: dict[int, dict[str, int]] = {}
 
     def window(program: Program) -> Callable[..., Tree]:
-        if job is None:
-            return backend.loop.accumulate(program, backend)
-        step: Callable[..., Tree] = replace(job, program=program, step=None).passes(backend)
-        return step
+        step = (
+            backend.loop.accumulate(program, backend)
+            if job is None
+            else replace(job, program=program, step=None).passes(backend)
+        )
+        return step if on_each is None else partial(on_each, step)
 
-    def measure(n: int) -> dict[str, int]:
+    def peak(n: int) -> int:
         if n not in measured:
-            of_n = replace(program, n=n, microbatch_size=None)
+            kept = Memory(program.memory.step)
+            of_n = replace(program, n=n, microbatch_size=None, memory=kept)
             measured[n] = own.peak(of_n, window, args, kwargs, backend)
             if state is not None:
                 measured[n]["state"] = own.nbytes(state)
-        return measured[n]
+        return sum(measured[n].values())
 
-    rows = own.rows(program, args, backend)
+    rows = own.rows(program, args, backend, on_each)
     if memory is None:
-        memory = _free_memory(backend, (args, kwargs, state), measure(1))
-    n, fits = smallest_that_fits(measure, rows, memory)
+        peak(1)
+        memory = _free_memory(backend, (args, kwargs, state), measured[1])
+    n = smallest_that_fits(peak, rows, memory)
     table = {
-        k: PlanRow(k, _size(rows, k), sum(parts.values()), sum(parts.values()) <= memory, parts)
+        k: PlanRow(k, _size(rows, k), peak(k), peak(k) <= memory, parts)
         for k, parts in sorted(measured.items())
     }
     whole = _whole_batch([*table.values()], rows, memory)
-    best = vars(table[n]) | {"n": n if fits else None}
+    best = vars(table[n]) | {"n": n if table[n].fits else None}
     return Plan(**best, memory=memory, rows=tuple(table.values()), whole_batch=whole)
 
 
 # -- the search
 
 
-def smallest_that_fits(measure: Measure, rows: int, memory: int) -> tuple[int, bool]:
-    """(the smallest n from 1 to `rows` whose peak is no more than the memory, True); (rows, False)
-    if none is.
+def smallest_that_fits(peak: Callable[[int], int], rows: int, memory: int) -> int:
+    """The smallest n from 1 to `rows` whose peak is no more than the memory; `rows` if none is.
 
     The peak is taken to fall with the rows of the largest micro-batch, and to be about linear in
     them for n >= 2.
     """
-
-    def peak(n: int) -> int:
-        return sum(measure(n).values())
-
-    if rows == 1 or peak(1) <= memory:
-        return 1, peak(1) <= memory
+    if peak(1) <= memory:
+        return 1
     if peak(rows) > memory:
-        return rows, False
-    if rows == 2 or peak(2) <= memory:
-        return 2, True
+        return rows
+    if peak(2) <= memory:
+        return 2
     # Invariant: `too_few` micro-batches do not fit, and `enough` do. Where the line between their
     # peaks meets the memory is looked at next, until the line rules out everything below `enough`.
     too_few, enough = 2, rows
@@ -263,7 +256,7 @@ def smallest_that_fits(measure: Measure, rows: int, memory: int) -> tuple[int, b
             break
         n = max(n, too_few + 1)
         too_few, enough = (too_few, n) if peak(n) <= memory else (n, enough)
-    return enough, True
+    return enough
 
 
 def _size(rows: int, n: int) -> int:
@@ -308,11 +301,9 @@ def read_memory(memory: int | str) -> int:
 
 
 def size_of(count: int) -> str:
-    """A readable number of bytes: `1.5 GiB`."""
-    size, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while size >= 1024 and len(units) > 1:
-        size, _ = size / 1024, units.pop(0)
-    return f"{size:.0f} {units[0]}" if units[0] == "B" else f"{size:.2f} {units[0]}"
+    """A readable number of bytes: `1.50 GiB`."""
+    power = min(max(count.bit_length() - 1, 0) // 10, 4)
+    return f"{count / 1024**power:.2f} {'KMGT'[power - 1]}iB" if power else f"{count} B"
 
 
 def _free_memory(backend: Backend, tree: Tree, parts: dict[str, int]) -> int:

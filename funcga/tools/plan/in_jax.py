@@ -1,15 +1,14 @@
 """The memory of a window in JAX: what XLA says of the compiled program, which is not run."""
 
 import math
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import jax
 
 from funcga._backend import Backend
-from funcga._call import Memory, Program
+from funcga._call import Program
 from funcga._types import Tree
 from jax_backend import trees
 from jax_backend._private import is_tracing
@@ -20,37 +19,40 @@ def is_shape(leaf: Any) -> bool:
     return isinstance(leaf, jax.ShapeDtypeStruct)
 
 
-def rows(program: Program, args: tuple[Tree, ...], backend: Backend) -> int:
-    """The number of rows of the arguments of a call."""
+def rows(program: Program, args: tuple[Tree, ...], backend: Backend, on_each: Any) -> int:
+    """The number of rows of the arguments of a call.
+
+    They are those of one device if `on_each` runs it on every one of a mesh.
+    """
     found: list[int] = []
 
     def count(args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> None:
         found.append(program.read(args, backend).rows())
 
     static, arrays = trees.partition((args, {}))
-    on_each = program.on_each  # then they are those of one device
     function = count if on_each is None else partial(on_each, count, out_specs=None)
     jax.eval_shape(lambda arrays: function(*static.tree(arrays)), arrays)
     return found[0]
 
 
 def nbytes(tree: Tree) -> int:
-    """The bytes of the arrays of a tree; shared memory is counted once."""
-    return sum({id(leaf): _size(leaf) for leaf in trees.partition(tree)[1]}.values())
+    """The bytes of the arrays of a tree; shared memory is counted once.
+
+    Of an array that is cut among several devices, the part on one of them counts.
+    """
+    sizes = {}
+    for leaf in trees.partition(tree)[1]:
+        sharding = getattr(leaf, "sharding", None)
+        shape = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
+        sizes[id(leaf)] = math.prod(shape) * leaf.dtype.itemsize
+    return sum(sizes.values())
 
 
-def _size(leaf: Any) -> int:
-    """The bytes of an array, or of its part on one device if it is cut among several."""
-    sharding = getattr(leaf, "sharding", None)
-    shape = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
-    return int(math.prod(shape)) * int(leaf.dtype.itemsize)
-
-
-def free_memory(tree: Tree) -> int | None:
+def free_memory(leaves: Sequence[Any]) -> int | None:
     """The free bytes on the device of these arrays; None for the host."""
-    held = [leaf for leaf in trees.flatten(tree)[0] if isinstance(leaf, jax.Array)]
+    held = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
     devices = {device for leaf in held for device in leaf.devices()} or {*jax.local_devices()[:1]}
-    stats = [device.memory_stats() for device in devices if device.platform != "cpu"]
+    stats = [device.memory_stats() for device in devices]
     return min([each["bytes_limit"] - each["bytes_in_use"] for each in stats if each], default=None)
 
 
@@ -72,10 +74,9 @@ def peak(
     backend: Backend,
 ) -> dict[str, int]:
     """The peak memory of `window(program)(args, kwargs)`, in bytes by what they are."""
-    step = window(replace(program, memory=Memory()))
-    function = step if program.on_each is None else partial(program.on_each, step)
+    step = window(program)
     static, arrays = trees.partition((args, kwargs))
-    jitted = jax.jit(lambda arrays: function(*static.tree(arrays)), keep_unused=True)
+    jitted = jax.jit(lambda arrays: step(*static.tree(arrays)), keep_unused=True)
     sizes: Any = jitted.lower(arrays).compile().memory_analysis()
     return {
         "arguments": sizes.argument_size_in_bytes,

@@ -4,8 +4,6 @@ The engine runs as usual. Every storage is recorded from its allocation to its e
 backward pass, so the peak is exactly that of the real window.
 """
 
-import itertools
-import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,14 +15,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcga._backend import Backend
-from funcga._call import Memory, Program, owner_of
-from funcga._call.arguments import Arguments, groups, starts
-from funcga._grad import GradientFunction
+from funcga._call import Program, owner_of
+from funcga._call.arguments import Arguments
 from funcga._types import Tree
 from funcga.errors import FuncgaError
-from funcga.folds import Fold
 from funcga.tools.plan import private_in_torch
-from funcga.tools.plan.wrapped_in_torch import Held, Unwrapped, planned
+from funcga.tools.plan.wrapped_in_torch import OF_WRAPPER, Held, Unwrapped
 from torch_backend import _private, trees
 from torch_backend.dtensor import as_dtensor, is_dtensor, local, local_tensors
 from torch_backend.modules import PureLoss
@@ -38,7 +34,7 @@ def is_shape(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.device.type == "meta"
 
 
-def rows(program: Program, args: tuple[Tree, ...], backend: Backend) -> int:
+def rows(program: Program, args: tuple[Tree, ...], backend: Backend, on_each: Any) -> int:
     """The number of rows of the arguments of a call."""
     return program.read(args, backend).rows()
 
@@ -48,9 +44,9 @@ def nbytes(tree: Tree) -> int:
     return sum(_sizes(trees.flatten(tree)[0]).values())
 
 
-def free_memory(tree: Tree) -> int | None:
+def free_memory(leaves: Sequence[Any]) -> int | None:
     """The free bytes on the device of these arrays; None for the host."""
-    devices = {leaf.device for leaf in trees.flatten(tree)[0] if isinstance(leaf, torch.Tensor)}
+    devices = {leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)}
     memory, free = torch.accelerator, []
     for device in devices:
         if device.type not in ("cpu", "meta"):
@@ -92,33 +88,22 @@ def peak(
             "a plan runs in one process, where nobody answers. Plan the step of one stage, as a "
             "module."
         )
-    wrapper = planned(owner.wrapper) if isinstance(owner, WrappedGradient) else Unwrapped()
+    wrapper, enough = Unwrapped(), 2
+    if isinstance(owner, WrappedGradient):
+        wrapper, enough = OF_WRAPPER[type(owner.wrapper).__name__](owner.wrapper), 4
     mode = private_in_torch.fake_mode()
     fakes = _Fakes(mode)
-    args, kwargs = fakes.of((args, kwargs))
+    leaves, structure = trees.flatten((args, kwargs))
+    leaves = [*map(fakes.of_leaf, leaves)]
+    args, kwargs = trees.unflatten(structure, leaves)
     with fakes.in_place_of_tensors([*_modules(program), *wrapper.holders()]):
         with mode:
             wrapper.begin()
         arguments = program.read(args, backend)
-        batch = _sizes([leaf for leaf, _ in arguments])
-        whole = [part.value for part in arguments.parts if not part.axes]
-        params = _sizes(trees.flatten((whole, kwargs))[0])
-        follower = _Follower({**params, **batch}, wrapper.held)
-        args, n = _first(program, arguments, args, isinstance(owner, WrappedGradient))
-        step = window(replace(program, n=n, memory=Memory(program.memory.step)))
+        args, n = _first(program, arguments, args, enough)
+        step, follower = window(replace(program, n=n)), _Follower(_sizes(leaves), wrapper.held)
         try:
-            with (
-                torch.random.fork_rng(devices=[]),
-                warnings.catch_warnings(),
-                _planning(),
-                mode,
-                follower,
-            ):
-                # FSDP1 compares the addresses of tensors. These have none, and it goes on as if all
-                # was the same.
-                warnings.filterwarnings(
-                    "ignore", message="Accessing the data pointer of FakeTensor"
-                )
+            with _planning(), mode, follower:
                 result = step(args, kwargs)
         except RuntimeError as error:
             if not private_in_torch.is_for_lack_of_numbers(error):
@@ -130,24 +115,34 @@ def peak(
                 'does; or let the step try sizes when it runs: n="auto".'
             ) from error
         del result
-        at_peak, rest = follower.at_peak(), follower.used_besides()
-        # A module also has parameters that the arguments stand in for. What it uses of its own
-        # counts.
-        of_modules = _sizes([fake for _, fake in fakes.made.values()])
-        params |= {key: rest.pop(key) for key in of_modules if key in rest}
-        for name, tensors in wrapper.held().items():  # some of it was there before
-            at_peak[name] += sum([rest.pop(key, 0) for key in _sizes(tensors)])
-    found = {"parameters": sum(params.values()), "batch": sum(batch.values()), **at_peak}
-    return {**found, "closed over": sum(rest.values())} if rest else found
+        parts = {"parameters": 0, "batch": 0, **follower.at_peak()}
+        # What was there before: a wrapper holds some of it. Parameters are whole arguments, and
+        # what modules use of their own.
+        names = {key: name for name, held in wrapper.held().items() for key in _sizes(held)}
+        names |= dict.fromkeys(_sizes([fake for _, fake in fakes.made.values()]), "parameters")
+        names |= dict.fromkeys(_sizes([leaf for leaf, axis in arguments]), "batch")
+    for key, size in [*follower.before.items()]:
+        name = names.get(key, "closed over")
+        parts[name] = parts.get(name, 0) + size
+    return parts
 
 
 @contextmanager
 def _planning() -> Iterator[None]:
-    """A context in which all replicas are like this one, without communication or compilation."""
+    """A context in which all replicas are like this one, without communication or compilation, and
+    which leaves random numbers as they are.
+    """
     token = PLANNED.set(_Echo)
     try:
         # What torch.compile sees in such a mode it would leave as it is in real steps, too.
-        with torch.compiler.set_stance("force_eager"):
+        with (
+            torch.compiler.set_stance("force_eager"),
+            torch.random.fork_rng(devices=[]),
+            warnings.catch_warnings(),
+        ):
+            # FSDP1 compares the addresses of tensors. These have none, and it goes on as if all
+            # was the same.
+            warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
             yield
     finally:
         PLANNED.reset(token)
@@ -166,13 +161,11 @@ class _Echo(Channel):
     def send_owed(self) -> None:
         """Nothing: what real steps owe is sent by the next one of them."""
 
-    def gather(self, mine: torch.Tensor) -> Any:
-        """The tensor of all."""
+    def gather(self, mine: Any) -> Any:
+        """What all have: the same."""
         return lambda: [mine] * self.count
 
-    def exchange(self, mine: list[float]) -> Any:
-        """The numbers of all."""
-        return lambda: [mine] * self.count
+    exchange = gather
 
     def all_gather(self, mine: object) -> list[Any]:
         """What each replica says."""
@@ -195,33 +188,30 @@ class _Echo(Channel):
 
 
 def _modules(program: Program) -> list[torch.nn.Module]:
-    """The modules that the gradient function is known to use, and those inside of them."""
-    owner, grad_fn = owner_of(program.grad_fn), program.grad_fn
-    loss = grad_fn.loss_fn if isinstance(grad_fn, GradientFunction) else None
-    modules = [owner.module] if isinstance(owner, ModuleGradient) else []
-    modules += [loss.module] if isinstance(loss, PureLoss) else []
-    return [*{id(part): part for module in modules for part in module.modules()}.values()]
+    """The module that the gradient function is known to use, and those inside of it."""
+    owner, loss = owner_of(program.grad_fn), getattr(program.grad_fn, "loss_fn", None)
+    if isinstance(owner, ModuleGradient):
+        return [*owner.module.modules()]
+    return [*loss.module.modules()] if isinstance(loss, PureLoss) else []
 
 
 def _first(
-    program: Program, arguments: Arguments, args: tuple[Tree, ...], is_wrapped: bool
+    program: Program, arguments: Arguments, args: tuple[Tree, ...], enough: int
 ) -> tuple[tuple[Tree, ...], int | None]:
-    """The arguments of the first micro-batches, and the last one if the module is wrapped; their
-    number.
+    """The arguments of `enough` micro-batches, 2 or 4, and their number: of the first ones, and of
+    4 the last one.
 
     All others are like the second one, or the third one if the module is wrapped.
     """
-    n, enough = program.n, 4 if is_wrapped else 2
-    folds = [fold for fold in trees.flatten(program.fold)[0] if isinstance(fold, Fold)]
+    n = program.n
+    folds = trees.flatten(program.fold)[0]
     # What collects or threads may hold more with each micro-batch.
     grows = arguments.state or any(fold.reducer.monoid.collective is None for fold in folds)
     if n is None or n <= enough or grows or program.prologue is not None:
         return args, n
-    sizes = [size for _, size in starts(groups(arguments.rows(), n, None))]
-    # The first micro-batches are the larger ones, so that rows for all of these are cut into the
-    # same sizes.
-    sizes = [*sizes[:3], sizes[-1]] if is_wrapped else sizes[:2]
-    return arguments.cut(0, sum(sizes), []), enough
+    # The first micro-batches have the rows that are left over, one each, as when these are cut.
+    size, left_over = divmod(arguments.rows(), n)
+    return arguments.cut(0, enough * size + min(left_over, enough, 3), []), enough
 
 
 class _Fakes:
@@ -231,11 +221,6 @@ class _Fakes:
         self.mode = mode
         # Each tensor and its stand-in, by the id of the tensor.
         self.made: dict[int, tuple[Any, Any]] = {}
-
-    def of(self, tree: Tree) -> Any:
-        """The tree with these in place of its tensors."""
-        leaves, structure = trees.flatten(tree)
-        return trees.unflatten(structure, [*map(self.of_leaf, leaves)])
 
     def of_leaf(self, leaf: Any) -> Any:
         """The stand-in of a tensor; anything else as it is."""
@@ -259,11 +244,8 @@ class _Fakes:
         if is_dtensor(leaf):
             fake = as_dtensor(self.of_leaf(local(leaf)), leaf)
         else:
-            device = torch.get_default_device()
-            with self.mode:
-                fake = torch.empty_strided(
-                    leaf.shape, leaf.stride(), dtype=leaf.dtype, device=device
-                )
+            with self.mode:  # on the default device
+                fake = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype)
         return torch.nn.Parameter(fake, leaf.requires_grad) if is_parameter else fake
 
     @contextmanager
@@ -273,48 +255,48 @@ class _Fakes:
 
         Afterwards attributes, lists and dicts are as before.
         """
-        before: dict[int, tuple[Any, Any]] = {}
-        for attributes in map(vars, holders):
-            for table in (attributes, *attributes.values()):
-                if isinstance(table, dict | list):
-                    before[id(table)] = table, table.copy()
+        tables = [
+            table
+            for attributes in map(vars, holders)
+            for table in (attributes, *attributes.values())
+            if isinstance(table, dict | list)
+        ]
+        before = [(table, table.copy()) for table in tables]
         try:
-            for table, saved in before.values():
-                for key, value in saved.items() if isinstance(table, dict) else enumerate(saved):
+            for table, saved in before:
+                for key, value in saved.items() if isinstance(saved, dict) else enumerate(saved):
                     if isinstance(value, torch.Tensor):
                         table[key] = self.of_leaf(value)
             yield
         finally:
-            for table, saved in before.values():
+            for table, saved in before:
                 table.clear()
                 (table.update if isinstance(table, dict) else table.extend)(saved)
 
 
 @dataclass(eq=False)
 class _Block:
-    """Memory that was allocated: what for, when, and when it was freed."""
+    """Memory that was allocated: its bytes now, and what they are."""
 
     size: int
     kind: str
-    born: int
-    died: float = math.inf
 
 
 class _Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records every storage that is allocated while it is entered, until it is freed.
 
-    `known` has the bytes of the arguments' storages; `held()` returns the tensors that a wrapper
-    holds, by their names in a plan.
+    `arguments` has the bytes of the arguments' storages; `held()` returns the tensors that a
+    wrapper holds, by their names in a plan.
     """
 
-    def __init__(self, known: dict[int, int], held: Callable[[], Held]):
+    def __init__(self, arguments: dict[int, int], held: Callable[[], Held]):
         super().__init__()  # type: ignore[no-untyped-call]
-        self.known, self.held = known, held
-        self.outside = {**known}  # the bytes of storages that are used, and were there before
-        # The blocks that every storage has had in turn: the last one is not freed yet.
-        self.live: dict[int, list[_Block]] = {}
-        self.blocks: list[_Block] = []
-        self.deltas: list[int] = []  # of every allocation, and of every end
+        self.held = held
+        self.before = {**arguments}  # the bytes of storages that are used, and were there before
+        # What is allocated now, its bytes, and what was when most bytes were.
+        self.live: dict[int, _Block] = {}
+        self.now = self.most = 0
+        self.blocks_at_peak: list[tuple[_Block, int]] = []
         self.in_backward = False
 
     def __enter__(self) -> "_Follower":
@@ -323,7 +305,7 @@ class _Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         def resize(storage: torch.UntypedStorage, size: int) -> Any:
             done = own(storage, size)
-            if storage.device.type == "meta" and id(storage) not in self.outside:
+            if storage.device.type == "meta" and id(storage) not in self.before:
                 self._follow(storage, storage.nbytes())
             return done
 
@@ -337,12 +319,12 @@ class _Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         in_backward = _private.graph_task() != -1
         if self.in_backward and not in_backward:
-            self._noted()
+            self._name_sums()
         self.in_backward = in_backward
         for tensor, storage in _storages((args, kwargs)):
             if self._is_new(storage):
-                self.outside[id(storage)] = _bytes(tensor)
-                weakref.finalize(storage, self.outside.pop, id(storage), None).atexit = False
+                self.before[id(storage)] = _bytes(tensor)
+                weakref.finalize(storage, self.before.pop, id(storage), None).atexit = False
         out = op(*args, **(kwargs or {}))
         for tensor, storage in _storages(out):
             if self._is_new(storage):
@@ -350,49 +332,39 @@ class _Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _is_new(self, storage: Any) -> bool:
-        return id(storage) not in self.live and id(storage) not in self.outside
+        return id(storage) not in self.live and id(storage) not in self.before
 
     def _follow(self, storage: Any, size: int) -> None:
         """Notes the size of a storage that is new, or has another size than before."""
-        if id(storage) in self.live:
-            self._freed(self.live[id(storage)])
-        else:
-            weakref.finalize(storage, self._ended, id(storage)).atexit = False
-        kind = "gradients" if _private.graph_task() != -1 else "activations"
-        block = _Block(size, kind, len(self.deltas))
-        self.live.setdefault(id(storage), []).append(block)
-        self.blocks.append(block)
-        self.deltas.append(size)
+        key = id(storage)
+        if key not in self.live:
+            weakref.finalize(storage, self._freed, key).atexit = False
+            self.live[key] = _Block(0, "gradients" if self.in_backward else "activations")
+        block = self.live[key]
+        self.now += size - block.size
+        block.size = size
+        if self.now > self.most:
+            self.most = self.now
+            self.blocks_at_peak = [(block, block.size) for block in self.live.values()]
 
-    def _ended(self, key: int) -> None:
-        self._freed(self.live.pop(key))
+    def _freed(self, key: int) -> None:
+        self.now -= self.live.pop(key).size
 
-    def _freed(self, blocks: list[_Block]) -> None:
-        blocks[-1].died = len(self.deltas)
-        self.deltas.append(-blocks[-1].size)
-
-    def _noted(self) -> None:
-        """Notes what is held at the end of a backward pass: it is the sums and the results."""
-        names = {id(s): name for name, each in self.held().items() for _, s in _storages(each)}
-        for key, blocks in self.live.items():
-            blocks[-1].kind = "sums"
-            for block in blocks if key in names else ():
-                block.kind = names[key]
+    def _name_sums(self) -> None:
+        """Notes what is held at the end of a backward pass: it is the sums and the results, and
+        what a wrapper holds.
+        """
+        names = {key: name for name, tensors in self.held().items() for key in _sizes(tensors)}
+        for key, block in self.live.items():
+            block.kind = names.get(key, "sums")
 
     def at_peak(self) -> dict[str, int]:
         """The bytes of every kind when most are held."""
-        self._noted()
-        totals = [*itertools.accumulate(self.deltas)]
-        when = max(range(len(totals)), key=totals.__getitem__, default=0)
+        self._name_sums()
         bytes_of = dict.fromkeys(("sums", "activations", "gradients", *self.held()), 0)
-        for block in self.blocks:
-            if block.born <= when < block.died:
-                bytes_of[block.kind] += block.size
+        for block, size in self.blocks_at_peak:
+            bytes_of[block.kind] += size
         return bytes_of
-
-    def used_besides(self) -> dict[int, int]:
-        """The bytes of storages that were there before, and are not those of the arguments."""
-        return {key: size for key, size in self.outside.items() if key not in self.known}
 
 
 def _storages(tree: Any) -> list[tuple[torch.Tensor, Any]]:

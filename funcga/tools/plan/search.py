@@ -28,7 +28,7 @@ class Search:
         self.program = program
         # Imported now, as torch.compile cannot trace an import.
         self.sides = {backend.name: side(backend) for backend in load_imported()}
-        self.fitted: dict[Any, int | None] = {}
+        self.fitted: dict[Any, int] = {}
         self.programs: dict[int, Program] = {}
 
     def __call__(
@@ -58,12 +58,13 @@ class Search:
                     leaf.block_until_ready()
             return result
 
-        if key not in self.fitted:
+        fitted = self.fitted.get(key)
+        if fitted is None:
             # An invalid call raises in the attempt, too.
             with suppress(Exception):
-                self.fitted[key] = planned(self.program, backend, args, kwargs).n
+                fitted = planned(self.program, backend, args, kwargs).n
         rows = self.program.read(args, backend).rows()
-        n, result = smallest(run, rows, own.is_out_of_memory, self.fitted.get(key))
+        n, result = smallest(run, rows, own.is_out_of_memory, fitted)
         if len(self.fitted) > _SHAPES:
             self.fitted.clear()
         self.fitted[key] = n
@@ -78,12 +79,13 @@ def smallest(
 ) -> tuple[int, Any]:
     """The smallest n from 1 to `most` for which `run(n)` has enough memory, and what it returns.
 
-    `fitted` is one that had enough before. It is tried first, and is the answer if it still has.
+    `fitted`, at most `most`, had enough before. It is tried first, and is the answer if it still
+    has.
     """
     # Invariant: `too_few` micro-batches are taken not to fit, and `enough` fit, once that is known.
     # Double until something fits, then halve the gap below it.
-    n, too_few = (1, 0) if fitted is None else (min(fitted, most), fitted - 1)
-    enough, result = None, None
+    n = fitted or 1
+    too_few, enough, result = n - 1, None, None
     while enough is None or enough - too_few > 1:
         result = None  # frees its memory for the next attempt
         try:

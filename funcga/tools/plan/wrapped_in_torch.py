@@ -7,7 +7,7 @@ Only torch has this file: in JAX nothing is reduced but by the program.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,18 +16,16 @@ from torch.autograd.graph import Node, get_gradient_edge
 from funcga._tools import load
 from funcga.tools.plan import private_in_torch
 from torch_backend import _private
-from torch_backend.wrapped.ddp import DDP, Wrapper
-
-if TYPE_CHECKING:
-    from torch_backend.wrapped.fsdp import FSDP2
-
 
 Held = dict[str, list[torch.Tensor | None]]
 """Tensors, those that are there already, by what they are called in a plan."""
 
 
+@dataclass(frozen=True)
 class Unwrapped:
-    """What a plan asks, of a module that nothing wraps."""
+    """What a plan asks of a module that nothing wraps."""
+
+    wrapper: Any = None
 
     def holders(self) -> list[object]:
         """What has tensors, and traces of passes, as attributes beside the modules."""
@@ -45,10 +43,7 @@ class Unwrapped:
         return {}
 
 
-@dataclass(frozen=True)
 class _DDP(Unwrapped):
-    wrapper: DDP
-
     def holders(self) -> list[object]:
         return [part for ddp in self.wrapper.wrapped for part in ddp.modules()]
 
@@ -60,8 +55,7 @@ class _DDP(Unwrapped):
 
     def held(self) -> Held:
         # They are as large as all gradients.
-        reducers = [vars(ddp)["reducer"] for ddp in self.wrapper.wrapped]
-        return {"buckets": [bucket for reducer in reducers for bucket in reducer.buckets]}
+        return {"buckets": [each for ddp in self.wrapper.wrapped for each in ddp.reducer.buckets]}
 
 
 class _Reducer:
@@ -90,39 +84,30 @@ class _Reducer:
         return lambda *args: None
 
 
-@dataclass(frozen=True)
 class _FSDP1(Unwrapped):
-    wrapper: Any  # the tool is known by name alone, as it may be taken away
-
     @property
     def private(self) -> Any:
-        """What the tool knows of FSDP1."""
+        """What the tool knows of FSDP1, by name alone, as it may be taken away."""
         return load("fsdp1.private_in_torch", "a plan of FullyShardedDataParallel")
 
     def holders(self) -> list[object]:
         return [each for part in self.wrapper.parts for each in self.private.holders_of_fsdp1(part)]
 
     def held(self) -> Held:
+        private, parts = self.private, self.wrapper.parts
+        flats = [
+            private.flat_param_of(part) for part in parts if private.is_unsharded(part, "grad")
+        ]
         return {
-            "unsharded parameters": [
-                *map(self.private.whole_of_flat, self.wrapper.leaves().values())
-            ],
-            "unsharded gradients": [
-                self.private.flat_param_of(part).grad
-                for part in self.wrapper.parts
-                if self.private.is_unsharded(part, "grad")
-            ],
+            "unsharded parameters": [*map(private.whole_of_flat, self.wrapper.leaves().values())],
+            "unsharded gradients": [flat.grad for flat in flats],
         }
 
 
-@dataclass(frozen=True)
 class _FSDP2(Unwrapped):
-    wrapper: "FSDP2"
-
     def holders(self) -> list[object]:
-        return [
-            each for part in self.wrapper.parts for each in private_in_torch.holders_of_fsdp2(part)
-        ]
+        parts = map(private_in_torch.holders_of_fsdp2, self.wrapper.parts)
+        return [each for of_part in parts for each in of_part]
 
     def begin(self) -> None:
         # The first pass makes new ones.
@@ -130,18 +115,12 @@ class _FSDP2(Unwrapped):
             private_in_torch.forget_unsharded(group)
 
     def held(self) -> Held:
-        groups, wholes = self.wrapper.param_groups, self.wrapper.leaves().values()
+        groups, wholes = self.wrapper.param_groups, [*self.wrapper.leaves().values()]
         waiting = [each for group in groups for each in _private.waiting_sums(group)]
-        sums = [*waiting, *[whole.grad for whole in wholes]]
-        return {"unsharded parameters": [*wholes], "unsharded gradients": sums}
+        gradients = [*waiting, *[whole.grad for whole in wholes]]
+        return {"unsharded parameters": wholes, "unsharded gradients": gradients}
 
 
-_OF = {"DDP": _DDP, "Replicate": _DDP, "FSDP1": _FSDP1, "FSDP2": _FSDP2}
-
-
-def planned(wrapper: Wrapper) -> Unwrapped:
-    """What a plan asks of what wraps a module."""
-    # By name: the file of a wrapper is loaded only when a module is wrapped.
-    kind: Any = _OF[type(wrapper).__name__]
-    asked: Unwrapped = kind(wrapper)
-    return asked
+# By the name of the core's class: its file is loaded only when a module is wrapped.
+OF_WRAPPER = {"DDP": _DDP, "Replicate": _DDP, "FSDP1": _FSDP1, "FSDP2": _FSDP2}
+"""What a plan asks of what wraps a module."""

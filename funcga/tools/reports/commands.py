@@ -66,9 +66,6 @@ def blamed(error: BaseException) -> str:
     ]
     where = f" (line {frames[-1].lineno} of {frames[-1].filename})" if frames else ""
     text = " ".join(str(error).split())
-    # Code that does not parse has no frame; the error itself says where it is.
-    if isinstance(error, SyntaxError):
-        text, where = str(error.msg), f" (line {error.lineno} of {error.filename})"
     return f"{type(error).__name__}{f': {text}' if text else ''}{where}"
 
 

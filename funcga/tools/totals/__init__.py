@@ -76,7 +76,6 @@ class Totals:
             microbatch_size=program.microbatch_size,
             across=across,
             memory=self.memory,
-            on_each=program.on_each,
         )
 
     def of_stream(

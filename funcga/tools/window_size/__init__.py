@@ -1,6 +1,5 @@
 """Windows by weight, and learning rates for other batch sizes."""
 
-import numbers
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -42,9 +41,7 @@ class TargetWeight:
 
     def __post_init__(self) -> None:
         if not callable(self.weight):
-            number: Scalar = self.weight
-            object.__setattr__(self, "weight", number.item() if has_no_axes(number) else number)
-            _check_target(self.weight)
+            self.after(0)
 
     def after(self, updates: int) -> float:
         """The weight of a window after so many updates.
@@ -68,8 +65,12 @@ class TargetWeight:
         """The weight after so many updates; an array if it stays one `on_host`."""
         target = self.weight(updates) if callable(self.weight) else self.weight
         target = on_host(target) if has_no_axes(target) else target
-        if not has_no_axes(target):
-            _check_target(target)
+        if not has_no_axes(target) and not is_quantity(target):
+            raise FuncgaError(
+                f"the target weight is {target!r}: it must be a finite number above 0, such as the "
+                "tokens of one update, funcga.transforms.TargetWeight(1_000_000); or a function of "
+                "the number of updates that returns one."
+            )
         return target
 
     def is_full(self, weight: Scalar, updates: Scalar, arrays: Arrays) -> Scalar:
@@ -102,15 +103,6 @@ def _in_full(weight: Scalar) -> Scalar:
     Counts of up to 10**12 are compared exactly.
     """
     return weight * (1 + 2.0**-40)
-
-
-def _check_target(weight: object) -> None:
-    if not is_quantity(weight):
-        raise FuncgaError(
-            f"the target weight is {weight!r}: it must be a finite number above 0, such as the "
-            "tokens of one update, funcga.transforms.TargetWeight(1_000_000); or a function of the "
-            "number of updates that returns one."
-        )
 
 
 # -- learning rates
@@ -173,14 +165,9 @@ def sqrt_scaling(lr: float, base_batch_size: float, batch_size: _Size) -> _Size 
 def _ratio(lr: float, base_batch_size: float, batch_size: Scalar) -> Scalar:
     check_quantity("lr", lr, "0.1")
     check_quantity("base_batch_size", base_batch_size, "256")
-    _check_size("batch_size", batch_size, "1024")
+    if not has_no_axes(batch_size):  # an array is not looked at, so that nothing waits for it
+        check_quantity("batch_size", batch_size, "1024")
     return batch_size / base_batch_size
-
-
-def _check_size(name: str, size: Scalar, like: str) -> None:
-    # A 0-d array is not looked at, so that nothing waits for it.
-    if isinstance(size, numbers.Real) or not has_no_axes(size):
-        check_quantity(name, size, like)
 
 
 def beta_for_half_life(tokens: _Size, half_life: float) -> _Size | float:
@@ -216,5 +203,6 @@ def beta_for_half_life(tokens: _Size, half_life: float) -> _Size | float:
         0.99959
     """
     check_quantity("half_life", half_life, "10_000_000")
-    _check_size("tokens", tokens, "500_000")
+    if not has_no_axes(tokens):
+        check_quantity("tokens", tokens, "500_000")
     return 2.0 ** (-tokens / half_life)  # type: ignore[no-any-return, operator]
