@@ -37,20 +37,10 @@ def divided_by_n(case: Case) -> Iterator[Answer]:
     leaves = [i for i in nonzero if i in gradients] or nonzero
     n = case.counts[0] if len(case.counts) == 1 else None
     found = numbers(partial(probe.grad_fn, **probe.kwargs), n) if leaves else ()
-    candidates = sorted(found, key=lambda number: number.doubt)
-    number = next((each for each in candidates if _is_factor(case, leaves, each)), None)
-    if number is None:
-        return
-    name, value = number.name, number.value
-    words = {"operation": f"{'/' if value > 1 else '*'} {name}", "name": name, "value": value}
-    # It may stand for something else, such as the size of an axis of the batch.
-    split = [leaf for leaf, axis in probe.arguments if isinstance(axis, int) and leaf is not None]
-    is_a_size = any(value in leaf.shape for leaf in split)
-    if number.doubt == 2 or (number.doubt == 1 and is_a_size):
-        yield note("factor", **words)
-    else:
-        words |= {"twice": 2 * value, "factor": 0.5 if value > 1 else 2.0}
-        yield cause("divided by n", **words)
+    for number in sorted(found, key=lambda number: number.doubt):
+        if _is_factor(case, leaves, number):
+            yield _answer(case, number)
+            return
 
 
 def _is_factor(case: Case, leaves: list[int], number: "Number") -> bool:
@@ -66,6 +56,19 @@ def _is_factor(case: Case, leaves: list[int], number: "Number") -> bool:
     size = largest([probe.whole[i] for i in leaves])
     apart = [relative(changed[i], factor * probe.whole[i], size) for i in leaves]
     return max(apart) <= case.limit.relative
+
+
+def _answer(case: Case, number: "Number") -> Answer:
+    """The cause, or a note if the number may stand for something else, such as the size of an axis
+    of the batch.
+    """
+    probe, name, value = case.probe, number.name, number.value
+    words = {"operation": f"{'/' if value > 1 else '*'} {name}", "name": name, "value": value}
+    split = [leaf for leaf, axis in probe.arguments if isinstance(axis, int) and leaf is not None]
+    is_a_size = any(value in leaf.shape for leaf in split)
+    if number.doubt == 2 or (number.doubt == 1 and is_a_size):
+        return note("factor", **words)
+    return cause("divided by n", twice=2 * value, factor=0.5 if value > 1 else 2.0, **words)
 
 
 # --- the numbers that a function reads, each doubled in a copy
