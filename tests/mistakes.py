@@ -338,6 +338,11 @@ def with_columns(params, x, y):
     return (((h / (1 + h**2)) @ params["v"] - y) ** 2).mean(), h.T
 
 
+def with_positions(params, x, y):
+    """Beside the loss a number for each example to which those before it contribute."""
+    return regression(params, x, y), (x @ params["w"]).sum(1).cumsum(0)
+
+
 COLUMNS = {"fold": ((funcga.mean(), funcga.concat()), funcga.mean()), "n": 4}
 
 
@@ -419,6 +424,7 @@ MISTAKES = {
     "a loss of other parameters, JAX": ((JAX,), unused_jax, ["params unused"], "use the argument"),
     "outputs of examples": ((TORCH,), per_example, ["per-example output"], "funcga.concat()"),
     "outputs joined along another axis": ((TORCH,), two_args(with_columns, COLUMNS, functools.partial(funcga.value_and_grad, has_aux=True)), ["per-example output"], "funcga.concat(1)"),
+    "outputs of positions": ((TORCH,), two_args(with_positions, COLUMNS, functools.partial(funcga.value_and_grad, has_aux=True)), ["row order"], "one row"),
     "micro-batches alike": ((TORCH,), two_args(regression, {"fold": funcga.Fold(funcga.reducers.sum, funcga.normalizers.by_steps)}), ["by steps"], "fold=funcga.mean()"),
 }  # fmt: skip
 
@@ -478,13 +484,14 @@ def by_keyword(kit):
 
 MISTAKES |= {
     "a small sum, 64 bits": ((TORCH,), small(1e-20, lambda a: a), ["sum under mean"], "fold=funcga.per_weight()"),
-    "a small sum, 16 bits": ((TORCH,), small(1e-3, low), ["not decomposable"], "float32, and do what it says there"),
+    "a small sum, 16 bits": ((TORCH,), small(1e-3, low), ["sum under mean"], "fold=funcga.per_weight()"),
+    "a mean, 16 bits": ((TORCH,), two_args(lambda p, x, y: ((low(x) @ low(p["w"])) ** 2).mean(), SUM), ["not decomposable"], "float32, and do what it says there"),
     "an epsilon in a count": ((TORCH,), two_args(masked, {"weight": lambda x, m: (m**2).sum()}), ["small remainder"], ".clamp(min=1)"),
     "a count of squares": ((TORCH,), two_args(by_squares), ["uneven tokens"], "weight=lambda x, m: (m ** 2).sum()"),
     "a count not found": ((TORCH,), two_args(by_uneven_weights), ["uneven tokens"], "weight=lambda x, m: (m != -100).sum()"),
     "a count on axis 1": ((TORCH,), transposed_mask, ["uneven tokens"], "weight=lambda b: b['m'].sum()"),
     "max() of a loss": ((TORCH,), two_args(regression, {"fold": funcga.max()}), ["not decomposable"], "fold=funcga.mean()"),
-    "rows by keyword": ((TORCH,), by_keyword, ["not decomposable"], "pass `y` by position"),
+    "rows by keyword": ((TORCH,), by_keyword, ["fixed rows"], "pass what has a row for each example by position"),
     "labels of a fixed number": ((TORCH,), two_args(lambda p, x, y: F.cross_entropy(x @ p["w"] @ (x @ p["w"]).T, torch.arange(12))), ["fixed rows"], "torch.arange(len(logits))"),
     "a reshape to a fixed number": ((TORCH,), two_args(lambda p, x, y: ((x @ p["w"]).reshape(12, -1) ** 2).mean()), ["fixed rows"], "x.reshape(len(x), -1)"),
     "BatchNorm1d, torch.func": ((TORCH,), in_place_in_torch_func, ["state"], "torch_backend.pure_loss(module, loss_fn)"),

@@ -30,6 +30,13 @@ def trained(problem):
     return [c for c in problem["compared"] if c["cause"] == "training"]
 
 
+def losses_of(problem):
+    """The losses of the full batch, wherever two of them differ by rounding."""
+    full = [c for c in problem["compared"] if c["cause"] in ("accumulation", "model") and c["micro_batch"] is None]
+    rows = [row for c in full for row in c["rows"] if row["path"] == "loss" and row["values"]]
+    return [value for row in rows for value in row["values"]]
+
+
 def largest(compared):
     return max(row["relative"] for c in compared for row in c["rows"])
 
@@ -61,7 +68,8 @@ def test_built_in_problems_are_the_same_to_the_last_digits(tmp_path, few_rows):
         assert all(row["ulps"] == 0 for c in sums for row in c["rows"])
         assert [c["micro_batch"] for c in of(problem, "model")] == [None, 0, 1, 2]
         assert all(row["dtypes"] == ["float64"] * 2 for c in problem["compared"] for row in c["rows"])
-        assert all(1 < loss < 8 for losses in problem["losses"].values() for loss in losses.values())
+        assert losses_of(problem)
+        assert all(1 < loss < 8 for loss in losses_of(problem))
     digits, cnn, text = report["problems"]
     assert digits["microbatch_rows"] == digits["microbatch_weights"] == [60, 60, 60]
     assert max(text["microbatch_weights"]) > 3 * min(text["microbatch_weights"])
@@ -88,10 +96,10 @@ def test_digits_in_float32_in_training_and_on_a_page(tmp_path, capsys, few_rows)
     for t in trained(problem):
         assert (t["ok"], t["update"], t["n"], len(t["worst"])) == (True, 12, 2, 12)
         assert max(t["worst"]) <= {"float32": 1e-5, "float64": 1e-12}[t["dtype"]]
-        assert t["losses"][-1] < 0.9 * t["losses"][0]  # it trains
         paths = ["hidden.weight", "hidden.bias", "output.weight", "output.bias"]
         assert [row["path"] for row in t["rows"]] == paths
-    assert any(max(t["worst"]) > 0 for t in trained(problem))
+    # It trains: parameters that stay where they were would agree in every bit.
+    assert all(max(t["worst"]) > 0 for t in trained(problem) if t["dtype"] == "float32")
 
     page = (tmp_path / "page.html").read_text()
     assert page.startswith("<!doctype html>")
@@ -102,16 +110,18 @@ def test_digits_in_float32_in_training_and_on_a_page(tmp_path, capsys, few_rows)
     assert all(figure in page for figure in figures)
     for text in (
         "Verdict: the same.",
-        "each micro-batch",
+        "leaf, in the order of the parameters",
+        "micro-batch, 0 for the full batch",
         "in training",
         "n, micro-batches",
         "hidden.weight  [64, 32]",
     ):
         assert text in page
     # Four pictures, each with a line for the limit of each dtype and a legend that names both.
-    for text in ("limit, float32", "limit, float64", ">float32<", "torch, float32", "adamw, float64"):
-        assert text in page
-    assert page.count("limit, float32") >= 4
+    for dtype in ("float32", "float64"):
+        assert len(re.findall(f">limit, {dtype}<", page)) == 4
+        for name in ("torch vs full batch", "JAX vs full batch", "torch vs JAX, micro", "adamw, 12 updates"):
+            assert f">{name}, {dtype}<" in page
 
 
 # A problem of one's own.
@@ -172,7 +182,7 @@ def test_one_framework_is_enough_and_one_micro_batch_no_accumulation(tmp_path):
     assert code == 0
     assert {c["what"] for c in problem["compared"]} == {"torch vs full batch", "torch vs NumPy", "torch, plain sums"}
     assert "JAX" not in verdict
-    assert page.read_text().count("nothing is compared") == 3
+    assert page.read_text().count("nothing is compared") == 2
 
 
 def test_a_function_makes_the_problem_from_the_seed(tmp_path):
@@ -180,11 +190,10 @@ def test_a_function_makes_the_problem_from_the_seed(tmp_path):
     problem = f"funcga.checks.Problem({{'w': numpy.full((3, 1), seed + 1.0)}}, (x, y), {loss})"
     (tmp_path / "mine.py").write_text(f"{MINE}\ndef make(seed):\n    return {problem}\n")
     options = "--dtype", "float64", "--n", 2
-    losses = [
-        found(tmp_path, f"{tmp_path}/mine.py:make", "--seed", seed, *options)[1]["problems"][0]["losses"]
-        for seed in (0, 0, 1)
-    ]
-    assert losses[0] == losses[1] != losses[2]
+    first, same, other = (
+        found(tmp_path, f"{tmp_path}/mine.py:make", "--seed", seed, *options)[1] for seed in (0, 0, 1)
+    )
+    assert first == same != other
 
 
 def test_weights_of_another_layout_and_name(tmp_path):
@@ -213,15 +222,15 @@ problem = funcga.checks.Problem(state, (x, y), torch_loss, other, jax_params=lik
 WRONG = {
     "another normaliser": (
         "problem = funcga.checks.Problem(params, (x, y), torch_loss, lambda *a: 12 * jax_loss(*a))",
-        r"The models differ, in float64, in micro-batch 1, 2, 3 of 3\. The loss itself differs, by 9\.2e-01; beyond the limit are 2 of 2 "
-        r"gradients\. All are torch = 0\.0833333 x JAX: another normaliser, such as a mean against a sum\. "
+        r"The models differ, in float64, in micro-batch 1, 2, 3 of 3\. The loss itself differs, by 9\.2e-01\. All are "
+        r"torch = 0\.0833333 x JAX: another normaliser, such as a mean against a sum\. "
         r"The training diverges: sgd ",
         {"model", "training"},
     ),
     "another activation": (
         "problem = funcga.checks.Problem(params, (x, y), torch_loss, lambda p, x, y: jnp.square(jax.nn.soft_sign(x @ p['hidden']) @ p['out'] - y).mean())",
-        r"The models differ, in float64, in micro-batch 1, 2, 3 of 3\. The loss itself differs, by .*; beyond the limit are 2 of 2 "
-        r"gradients; most in (hidden|out) ",
+        r"The models differ, in float64, in micro-batch 1, 2, 3 of 3\. The loss itself differs, by .*\. 3 of 3 leaves of torch "
+        r"and JAX are not close; `(hidden|out|loss)` has rel ",
         {"model", "training"},
     ),
     "rows of one micro-batch": (
@@ -231,8 +240,8 @@ WRONG = {
     ),
     "a small constant": (
         "problem = funcga.checks.Problem(params, (x, y), torch_loss, lambda p, x, y: jax_loss(p, x * (1 + 1e-5), y), optimizers=())",
-        r"The loss itself differs, by \d\.\de-0\d; beyond the limit are 2 of 2 gradients; most in (out|hidden) \(.*\), "
-        r"(out|hidden) \(.*\)\. A difference this small often comes from a constant or an approximation: the eps of a normalisation",
+        r"The loss itself differs, by \d\.\de-0\d\. A difference this small often comes from a constant or an approximation: the eps "
+        r"of a normalisation, tanh for erf in GELU\. 3 of 3 leaves of torch and JAX are not close; `(out|hidden|loss)` has rel ",
         {"model"},
     ),
     "another normaliser in one": (
@@ -255,31 +264,31 @@ WRONG = {
     ),
     "float32 inside": (
         "problem = funcga.checks.Problem(params, (x, y), torch_loss, lambda p, x, y: jnp.square((jnp.tanh(x @ p['hidden']) @ p['out']).astype('float32').astype(x.dtype) - y).mean(), optimizers=())",
-        r"Accumulated, JAX vs full batch \(float64, n = 3\) differs by .*, and verify finds no mistake in the loss of JAX: it is the rounding of something "
+        r"Accumulated, JAX vs full batch \(float64, n = 3\): .* And verify finds no mistake in the loss of JAX: it is the rounding of something "
         r"inside that computes in less than float64",
         {"model", "accumulation"},
     ),
     "a gradient that stops": (
         "problem = funcga.checks.Problem(params, (x, y), torch_loss, lambda p, x, y: jax_loss({**p, 'hidden': jax.lax.stop_gradient(p['hidden'])}, x, y), optimizers=())",
-        r"The loss is the same and its gradient is not; beyond the limit are 1 of 2 gradients, the last of them hidden: "
-        r"backward passes come to it first",
+        r"The loss is the same and its gradient is not, the last of them that of hidden: backward passes come to it first\. "
+        r"1 of 3 leaves of torch and JAX are not close; `hidden` has ",
         {"model"},
     ),
     "less precision inside": (
         "problem = funcga.checks.Problem(params, (x, y), torch_loss, lambda p, x, y: jax_loss(p, x.astype('bfloat16').astype(x.dtype) if x.dtype == 'float32' else x, y), optimizers=())",
-        r"JAX vs float64 \(float32\) differs by .*, which is more than rounding explains in sums of 16 terms, and more "
+        r"JAX vs float64 \(float32\): .* This is more than rounding explains in sums of 16 terms, and more "
         r"than rounded arguments would do: something in this loss computes in less than float32\.",
         {"model", "rounding"},
     ),
     "a sum": (
         "problem = funcga.checks.Problem(params, (x, y), lambda *a: 12 * torch_loss(*a[:2], a[2]) * len(a[1]) / 12, lambda *a: jax_loss(*a) * len(a[1]), optimizers=())",
-        r"Accumulation is not exact for the loss of torch, JAX with mean\(\): (torch|JAX) vs full batch \(float64, n = 3\) differs "
-        r"by 6\.7e-01 in .*The loss is a sum over rows.* To fix it: .*fold=funcga\.per_weight\(\)",
+        r"Accumulation is not exact for the loss of torch, JAX with mean\(\): (torch|JAX) vs full batch \(float64, n = 3\): 3 of 3 "
+        r"leaves .* has rel 6\.7e-1, .*The loss is a sum over rows.* To fix it: .*fold=funcga\.per_weight\(\)",
         {"accumulation"},
     ),
     "not a number": (
         "problem = funcga.checks.Problem(params, (x, y), torch_loss, lambda p, x, y: jax_loss(p, x, y) + 0 * jnp.sqrt(p['out'] * 0).sum(), optimizers=())",
-        r"out has NaN or infinities: 0 in torch, 4 in JAX\.",
+        r"leaves of torch and JAX are not close; `out` has NaN: 0 and 4\.",
         {"accumulation", "model", "rounding"},
     ),
 }  # fmt: skip
@@ -304,7 +313,7 @@ def test_a_fold_in_less_precision_is_no_rounding(tmp_path, monkeypatch):
     monkeypatch.setattr("funcga._fold.accumulator_dtype", narrow)
     code, _, verdict = mine(tmp_path, "problem = funcga.checks.Problem(params, (x, y), torch_loss)")
     assert code == 1
-    assert verdict.startswith("The fold itself is wrong: torch vs NumPy (float32) differs by ")
+    assert verdict.startswith("The fold itself is wrong: torch vs NumPy (float32): ")
 
 
 def test_a_loss_that_is_ill_conditioned_is_no_mistake(tmp_path):

@@ -412,7 +412,7 @@ OWN = {
     "two terms": ((), two_terms, {}, ["other normaliser"], "def loss_fn(model, x, y, *, totals)"),
     "L2": ((), lambda model, x, y: len(x) * regression(model, x, y) + sum((p**2).sum() for p in model.parameters()), {"fold": funcga.sum()}, ["regulariser"], "def loss_fn(model, x, y, *, totals)"),
     "/ n": ((), lambda model, x, y, accumulation_steps=4: regression(model, x, y) / accumulation_steps, {"n": 4}, ["divided by n"], "drop `/ accumulation_steps`"),
-    "another module": ((), lambda m, x, y: F.mse_loss(OTHER(x)[:, 0], y), {}, ["params unused"], "lambda module, x, y: ..."),
+    "another module": ((), lambda m, x, y: F.mse_loss(OTHER(x)[:, 0], y), {}, ["params unused"], "lambda module, *batch: ..."),
 }  # fmt: skip
 
 

@@ -80,7 +80,14 @@ def test_another_right_step_is_not_accused(name):
     assert not verdict.notes
 
 
-@pytest.mark.parametrize("loss", [neighbours, halves])
+def views(params, s):
+    """Two views of each example, one below the other."""
+    half = len(s["a"]) // 2
+    first, second = s["a"][:half], s["a"][half : 2 * half]
+    return ((first - second) ** 2).mean() + (first + second).exp().mean().log()
+
+
+@pytest.mark.parametrize("loss", [neighbours, halves, views])
 def test_a_loss_of_the_order_is_exact_with_a_note(loss):
     verdict = funcga.verify(funcga.coupled(both, loss, 3), *data())
     assert verdict.ok, str(verdict)
@@ -169,9 +176,9 @@ MISTAKES = {
     "a variance": (variance_of, squares, {"fold": funcga.mean()}, "batch statistics", "summary['h'] depends on statistics", "(h ** 2).mean(0)"),
     "a normalisation": (normalised, contrastive, {}, "batch statistics", "summary['a'] depends on statistics", "loss_fn"),
     "rows under mean()": (rows_of, squares, {"fold": funcga.mean(), "n": 4}, "per-example output", "summary['h'] has a row for each example", "fold=funcga.concat()"),
-    "the number of a micro-batch, in loss_fn": (both, entropy(4), {}, "fixed rows", "works with 4 rows, and not with 12: loss_fn has", "arange(len(logits))"),
-    "the number of a micro-batch, in summary_fn": (positions, squares, {}, "fixed rows", "works with 4 rows, and not with 12: summary_fn has", "a micro-batch of any size"),
-    "the number of the batch": (both, entropy(12), {}, "fixed rows", "works with 12 rows, and not with 6: loss_fn has", "arange(len(logits))"),
+    "the number of a micro-batch, in loss_fn": (both, entropy(4), {}, "fixed rows", "works with 4 rows, and not with 12: summary_fn or loss_fn has", "arange(len(logits))"),
+    "the number of a micro-batch, in summary_fn": (positions, squares, {}, "fixed rows", "works with 4 rows, and not with 12: summary_fn or loss_fn has", "a micro-batch of any size"),
+    "the number of the batch": (both, entropy(12), {}, "fixed rows", "works with 12 rows, and not with 4: summary_fn or loss_fn has", "arange(len(logits))"),
     "labels of some rows alone": (both, labelled(8), {}, "fixed rows", "the first 8 rows apart", "arange(len(logits))"),
     "labels of this batch alone": (both, labelled(12), {}, "fixed rows", "", "arange(len(logits))"),
     "a position": (shifted, squares, {}, "row order", "The summary depends on the order", "as data"),

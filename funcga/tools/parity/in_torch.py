@@ -87,11 +87,9 @@ def text_loss(params: Tree, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def _block(block: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    normed = F.layer_norm(x, x.shape[-1:])
-    qkv = F.linear(normed, block["qkv"].flatten(1).T).reshape(*x.shape[:2], *block["qkv"].shape[1:])
-    query, key, value = qkv.permute(2, 0, 3, 1, 4)
+    query, key, value = F.linear(F.layer_norm(x, x.shape[-1:]), block["qkv"].T).chunk(3, -1)
     # Padding stands at the end, so that causality already hides it from every token that counts.
     mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-    x = x + F.linear(mixed.transpose(1, 2).flatten(2), block["out"].flatten(0, 1).T)
+    x = x + F.linear(mixed, block["out"].T)
     hidden = F.gelu(F.linear(F.layer_norm(x, x.shape[-1:]), block["up"].T))
     return x + F.linear(hidden, block["down"].T)

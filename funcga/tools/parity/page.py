@@ -1,4 +1,4 @@
-"""The report of a run as a page and as pictures: where a difference is, and how it grows."""
+"""The report of a run as a page with pictures: where a difference is, and how it grows."""
 
 import io
 from collections.abc import Sequence
@@ -44,84 +44,68 @@ def page(every: Sequence[Run]) -> str:
     return _PAGE.format("\n".join(sections))
 
 
+FLOOR = 1e-18
+"""Where no difference at all is drawn, as a logarithmic axis has no 0."""
+
+
 def _svg(run: Run) -> str:
-    """The picture of a problem as an element of a page, with four axes: by n, by leaf, by
-    micro-batch and by update.
+    """The picture of a problem as an element of a page: the accumulated gradients by n, the models
+    by depth and by micro-batch, and the training by update.
     """
-    figure, text = Figure(figsize=(14, 7.5), layout="constrained"), io.StringIO()
+    figure, text = Figure(figsize=(14, 16), layout="constrained"), io.StringIO()
     result = "the same" if run.ok else "DIFFERENT"
     title = f"{run.problem.name}: {result} (no difference at all is drawn at {FLOOR:g})"
     figure.suptitle(title, fontweight="bold")
-    by_n, by_leaf, by_micro_batch, by_update = figure.subplots(2, 2).flatten()
-    _draw_full_batch(by_n, by_leaf, run)
-    _draw_steps(by_micro_batch, by_update, run)
+    by_n = [(c, c.n or 1, c.report.most) for c in run.of("accumulation")]
+    by_micro_batch = [
+        (c, 0 if c.micro_batch is None else c.micro_batch + 1, c.report.most)
+        for c in run.of("model")
+    ]
+    full = [c for c, position, _ in by_micro_batch if position == 0]
+    # With one framework alone its largest n stands for the comparison of the full batches.
+    full = full or [c for c in run.of("accumulation") if c.n == run.n]
+    by_leaf = [
+        (c, depth, row.relative) for c in full for depth, row in enumerate(c.report.rows) if depth
+    ]
+    by_update = [
+        (c, update, report.most)
+        for c in run.of("training")
+        for update, report in enumerate(c.reports, 1)
+    ]
+    axes = figure.subplots(4)
+    _draw(axes[0], "accumulated vs full batch", "n, micro-batches", by_n)
+    _draw(axes[1], "leaf by leaf", "leaf, in the order of the parameters", by_leaf)
+    _draw(axes[2], "torch vs JAX", "micro-batch, 0 for the full batch", by_micro_batch)
+    _draw(axes[3], "torch vs JAX, parameters in training", "update", by_update)
     with rc_context({"svg.fonttype": "none"}):  # letters stay text, which can be searched
         figure.savefig(text, format="svg")
     svg = text.getvalue()
     return svg[svg.index("<svg") :]
 
 
-FLOOR = 1e-18
-"""Where no difference at all is drawn, as a logarithmic axis has no 0."""
-
-
-def _draw_full_batch(by_n: Axes, by_leaf: Axes, run: Run) -> None:
-    # With n = 1 nothing is accumulated: both are the same call.
-    accumulated = [c for c in run.of("accumulation") if c.n != 1]
-    by_n.set(title="accumulated vs full batch", xlabel="n, micro-batches")
-    _draw(by_n, [*dict.fromkeys(c.n or 1 for c in accumulated)], _series(accumulated), accumulated)
-
-    full = [c for c in run.of("model") if c.micro_batch is None]
-    # With one framework alone its largest n stands for the comparison of the full batches.
-    full = full or [c for c in run.of("accumulation") if c.n == run.n]
-    leaves = {c.dtype: [row.relative for row in c.report.rows if row.path != "loss"] for c in full}
-    label = "leaf, in the order of the parameters"
-    by_leaf.set(title=f"{full[0].what}, leaf by leaf", xlabel=label)
-    _draw(by_leaf, range(1, len(leaves[full[0].dtype]) + 1), leaves, full)
-
-
-def _draw_steps(by_micro_batch: Axes, by_update: Axes, run: Run) -> None:
-    micro = [c for c in run.of("model") if c.micro_batch is not None]
-    by_micro_batch.set(title="torch vs JAX, each micro-batch", xlabel="micro-batch")
-    _draw(by_micro_batch, range(1, run.n + 1), _series(micro), micro)
-
-    trained = run.of("training")
-    by_update.set(title="torch vs JAX, parameters in training", xlabel="update")
-    series = {f"{c.optimizer}, {c.dtype}": [each.most for each in c.reports] for c in trained}
-    _draw(by_update, range(1, run.updates + 1), series, trained)
-
-
-def _series(compared: list[Compared]) -> dict[str, list[float]]:
-    values: dict[str, list[float]] = {}
-    for each in compared:
-        name = f"{each.framework}, {each.dtype}" if each.framework else each.dtype
-        values.setdefault(name, []).append(each.report.most)
-    return values
-
-
 def _draw(
-    axes: Axes,
-    positions: Sequence[float],
-    series: dict[str, list[float]],
-    compared: list[Compared],
+    axes: Axes, title: str, xlabel: str, points: Sequence[tuple[Compared, int, float]]
 ) -> None:
-    """Draws the largest relative differences, by name, at each position, and the limits of what was
-    compared.
+    """Draws relative differences at their positions, in a line for all that are alike, and the
+    limits.
     """
-    axes.set(yscale="log", ylabel="largest relative difference")
+    axes.set(title=title, xlabel=xlabel, yscale="log", ylabel="largest relative difference")
     axes.grid(alpha=0.3)
-    if not series:
+    if not points:
         axes.text(0.5, 0.5, "nothing is compared", transform=axes.transAxes, ha="center")
         axes.set_axis_off()
         return
     # What can be told apart without colours; of two in one place a ring is around the smaller one.
     sizes = [4, 6, 8, 10, 12, 14]
     axes.set_prop_cycle(marker=[*"osD^vP"], markersize=sizes, color=[*"brgmck"])
-    for name, values in series.items():
-        shown = [max(value, FLOOR) for value in values]
-        axes.plot(positions, shown, label=name, markerfacecolor="none", linewidth=0.5)
-    rows = [row for c in compared for row in c.reports[-1].rows if row.dtype and row.limit]
-    limits = {row.dtype: row.limit for row in sorted(rows, key=lambda row: row.limit)}
+    lines, limits = dict[str, list[tuple[int, float]]](), dict[str, float]()
+    for compared, position, difference in points:
+        line = lines.setdefault(f"{compared.what}, {compared.dtype}", [])
+        line.append((position, max(difference, FLOOR)))
+        for row in compared.report.rows:
+            limits[compared.dtype] = max(row.limit, limits.get(compared.dtype, 0.0))
+    for name, line in lines.items():
+        axes.plot(*zip(*line, strict=True), label=name, markerfacecolor="none", linewidth=0.5)
     for dtype, limit in limits.items():
         axes.axhline(limit, color="0.4", linestyle=":")
         text, data = f"limit, {dtype}", axes.get_yaxis_transform()

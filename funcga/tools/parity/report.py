@@ -3,8 +3,6 @@
 import math
 from collections.abc import Iterator, Sequence
 
-import numpy as np
-
 from funcga.errors import listed
 from funcga.tools.compare.report import Report, figure
 from funcga.tools.compare.row import Row
@@ -84,7 +82,6 @@ def as_json(every: Sequence[Run]) -> dict[str, object]:
     return {
         "ok": all(run.ok for run in every),
         "versions": versions(),
-        "causes": CAUSES,
         "problems": [_run_as_json(run) for run in every],
     }
 
@@ -99,10 +96,6 @@ def _run_as_json(run: Run) -> dict[str, object]:
         "reduction": run.first.reduction,
         "microbatch_rows": [part.rows for part in run.first.parts],
         "microbatch_weights": [float(part.weight) for part in run.first.parts],
-        "losses": {
-            dtype: {side.framework: float(side.whole.loss) for side in sides}
-            for dtype, sides in run.sides.items()
-        },
         "compared": [
             c.report.as_dict()
             | {name: value for name, value in c._asdict().items() if name != "reports"}
@@ -124,7 +117,7 @@ def verdict(run: Run) -> list[str]:
 def _fold(run: Run) -> Iterator[str]:
     if wrong := run.wrong("fold"):
         yield (
-            f"The fold itself is wrong: {_worst(wrong)}. This would be a bug of funcga; the "
+            f"The fold itself is wrong: {_worst(wrong)} This would be a bug of funcga; the "
             "gradients that it was given are the same."
         )
 
@@ -138,12 +131,12 @@ def _accumulation(run: Run) -> Iterator[str]:
     causes = {cause.name: cause for verdict in run.verified.values() for cause in verdict.causes}
     if run.verified and not causes:
         yield (
-            f"Accumulated, {_worst(wrong)}, and verify finds no mistake in {losses}: it is the "
+            f"Accumulated, {_worst(wrong)} And verify finds no mistake in {losses}: it is the "
             f"rounding of something inside that computes in less than {wrong[0].dtype}."
         )
         return
     fold = named(run.problem.fold)
-    yield f"Accumulation is not exact for {losses} with {fold}: {_worst(wrong)}."
+    yield f"Accumulation is not exact for {losses} with {fold}: {_worst(wrong)}"
     yield from (f"{cause.what} To fix it: {cause.fix}" for cause in causes.values())
 
 
@@ -166,36 +159,28 @@ def _model(run: Run) -> Iterator[str]:
 
 def _how(report: Report) -> str:
     """In which leaves the loss or the gradients differ, and in what way."""
+    if not math.isfinite(report.most):
+        return report.verdict
     beyond = [row for row in report.rows if not row.ok]
-    for row in beyond:
-        torch, jax = np.add(row.nans, row.infs)
-        if torch + jax:
-            return f"{row.path} has NaN or infinities: {torch} in torch, {jax} in JAX."
-    leaves = [row for row in beyond if row.path != "loss"]
-    count = f"beyond the limit are {len(leaves)} of {len(report.rows) - 1} gradients"
-    is_of_loss = len(leaves) < len(beyond)
-    if is_of_loss:
-        text = f"The loss itself differs, by {beyond[0].relative:.1e}; {count}"
+    if beyond[0].path == "loss":
+        text = f"The loss itself differs, by {beyond[0].relative:.1e}."
+        if beyond[0].relative < 1e-2:
+            text += (
+                " A difference this small often comes from a constant or an approximation: the eps "
+                "of a normalisation, tanh for erf in GELU."
+            )
     else:
         text = (
-            f"The loss is the same and its gradient is not; {count}, the last of them "
-            f"{leaves[-1].path}: backward passes come to it first"
+            "The loss is the same and its gradient is not, the last of them that of "
+            f"{beyond[-1].path}: backward passes come to it first."
         )
     factor = _factor(beyond)
-    if factor is not None:
-        return (
-            f"{text}. All are torch = {factor:.6g} x JAX: another normaliser, such as a mean "
-            "against a sum."
-        )
-    worst = sorted(leaves, key=lambda row: row.relative, reverse=True)
-    text += f"; most in {listed([f'{row.path} ({row.relative:.1e})' for row in worst], 3)}"
-    # If the loss is the same, or very different, it is no such constant.
-    if is_of_loss and beyond[0].relative < 1e-2:
-        text += (
-            ". A difference this small often comes from a constant or an approximation: the eps of "
-            "a normalisation, tanh for erf in GELU"
-        )
-    return f"{text}."
+    if factor is None:
+        return f"{text} {report.verdict}"
+    return (
+        f"{text} All are torch = {factor:.6g} x JAX: another normaliser, such as a mean against a "
+        "sum."
+    )
 
 
 def _factor(rows: list[Row]) -> float | None:
@@ -213,7 +198,7 @@ def _rounding(run: Run) -> Iterator[str]:
     wrong = [c for c in run.wrong("rounding") if math.isfinite(c.report.most)]
     if wrong:
         yield (
-            f"{_worst(wrong)}, which is more than rounding explains in sums of "
+            f"{_worst(wrong)} This is more than rounding explains in sums of "
             f"{run.first.reduction} terms, and more than rounded arguments would do: something in "
             f"this loss computes in less than {wrong[0].dtype}."
         )
@@ -266,10 +251,5 @@ def _aside(run: Run) -> Iterator[str]:
 def _worst(compared: list[Compared]) -> str:
     """The comparison that is furthest beyond its limit, and by how much."""
     worst = max(compared, key=lambda c: c.report.badness)
-    row = worst.report.worst
-    assert row is not None
     at = f", n = {worst.n}" if worst.cause == "accumulation" else ""
-    return (
-        f"{worst.what} ({worst.dtype}{at}) differs by {row.relative:.1e} in "
-        f"{row.path or 'the array'} (limit {row.limit:.0e})"
-    )
+    return f"{worst.what} ({worst.dtype}{at}): {worst.report.verdict}"

@@ -20,34 +20,15 @@ from funcga.tools.parity import Problem
 from funcga.tools.parity.sides import Side, fold_by_hand, fold_in_framework, largest_of
 from funcga.tools.verify import Verdict
 
-CAUSES = {
-    "accumulation": (
-        "is the gradient of a framework, accumulated over n micro-batches, that of its own full "
-        "batch?"
-    ),
-    "model": (
-        "do both frameworks have the same gradients, of the full batch and of every micro-batch?"
-    ),
-    "fold": (
-        "do both, and NumPy in float64, fold the same micro-batch gradients to the same result? "
-        "Plain sums have to be bitwise identical."
-    ),
-    "rounding": (
-        "is each framework as close to its own float64 as rounding in a sum of so many terms "
-        "allows?"
-    ),
-    "training": "do the parameters of both stay together, update by update?",
-}
-"""The possible causes of a difference, in the order in which they are reported, and the question
-that is asked for each.
-"""
+CAUSES = ("accumulation", "model", "fold", "rounding", "training")
+"""The possible causes of a difference, in the order in which they are reported."""
 
 
 class Compared(NamedTuple):
     """Two results, compared leaf by leaf.
 
     Attributes:
-        cause: The key of CAUSES.
+        cause: One of CAUSES.
         what: What is compared, in words.
         dtype: The dtype of the run.
         n: The number of micro-batches; None for the full batch.
@@ -55,7 +36,6 @@ class Compared(NamedTuple):
         framework: The framework of both results, as it is written; None for one against the other.
         micro_batch: Which micro-batch, from 0; None for all of them.
         optimizer: The name of the optimizer of a training.
-        losses: The mean loss of every update, in torch.
         aside: The parameters that are left out of a training: their gradient is 0 except for
             rounding, which Adam divides by itself.
     """
@@ -68,7 +48,6 @@ class Compared(NamedTuple):
     framework: str | None = None
     micro_batch: int | None = None
     optimizer: str = ""
-    losses: Sequence[float] = ()
     aside: Sequence[str] = ()
 
     @property
@@ -182,8 +161,10 @@ class Run:
         # Adam divides a gradient by its own size: one that is rounding alone becomes an update of
         # full size.
         aside = [_zeros(side) if "adam" in optimizer else [] for side in sides]
-        losses, params = _updates(left, optimizer, self.updates, aside[0])
-        _, others = _updates(right, optimizer, self.updates, aside[1])
+        params, others = (
+            _updates(side, optimizer, self.updates, left_out)
+            for side, left_out in zip(sides, aside, strict=True)
+        )
         reports = [
             # Every update adds the rounding of its gradient.
             left.compared(ours, theirs, (left.label, right.label), left.reduction * update)
@@ -196,7 +177,6 @@ class Run:
             min(self.n, _WINDOW),
             reports,
             optimizer=optimizer,
-            losses=losses,
             aside=aside[0],
         )
 
@@ -270,8 +250,8 @@ _WINDOW = 4  # the micro-batches of one update, at most
 
 def _updates(
     side: Side, optimizer: str, count: int, aside: Sequence[str]
-) -> tuple[list[float], list[dict[str, Array]]]:
-    """The mean loss of each update, and the parameters after it that are not set aside."""
+) -> list[dict[str, Array]]:
+    """The parameters after each update, but for those that are set aside."""
     window = min(side.n, _WINDOW)
 
     def after(grads: Tree, state: Tree, params: Tree, weight: Scalar) -> tuple[Tree, Tree]:
@@ -279,7 +259,7 @@ def _updates(
         return side.own.apply_updates(params, changes), state
 
     step, parts = side.own.compiled(after), cycle(side.parts)
-    losses, trained = list[float](), list[dict[str, Array]]()
+    trained = list[dict[str, Array]]()
     with side.running():
         params = side.args[0]
         tx = multi_steps(side.own.optimizer(optimizer), window, fold=side.problem.fold)
@@ -287,15 +267,12 @@ def _updates(
         # anew.
         state = side.placed(tx.init(params))
         for _ in range(count):
-            total = 0.0
             for part in islice(parts, window):
-                loss, grads = side.compiled(params, *part.args[1:])
+                _, grads = side.compiled(params, *part.args[1:])
                 params, state = step(grads, state, params, part.weight)
-                total += float(loss)
-            losses.append(total / window)
             named = side.named(params)
             trained.append({path: named[path] for path in named if path not in aside})
-    return losses, trained
+    return trained
 
 
 def _zeros(side: Side) -> list[str]:

@@ -213,11 +213,11 @@ class Side:
             if self.dtype == "bfloat16":
                 importlib.import_module("ml_dtypes")  # which brings the name
             return array.astype(self.dtype)
+        if array.dtype.name not in ("int32", "int64"):
+            return array
         # torch's losses and indices want 64 bits, and JAX has 32 by default.
-        if self.framework == "torch" and array.dtype == np.int32:
-            return array.astype(np.int64)
-        fits = array.dtype == np.int64 and (abs(array) < 2**31).all()
-        return array.astype(np.int32) if self.framework == "jax" and fits else array
+        is_narrow = self.framework == "jax" and (abs(array) < 2**31).all()
+        return array.astype("int32" if is_narrow else "int64")
 
     def placed(self, tree: Tree) -> Tree:
         """The tree in this framework, on its device."""
@@ -272,7 +272,7 @@ class Side:
         # `compare` has the order of the right tree.
         order = {path: position for position, path in enumerate(left)}
         rows = sorted(report.rows, key=lambda row: order.get(row.left_path, len(order)))
-        return replace(report, rows=tuple(_by_largest(row, largest, report.atol) for row in rows))
+        return replace(report, rows=tuple(_by_largest(row, largest) for row in rows))
 
     def verified(self, n: int | Sequence[int] | None) -> Verdict:
         """The verdict of `verify` on the loss and the fold."""
@@ -305,18 +305,15 @@ def is_float(dtype: Dtype) -> bool:
     return tolerances.epsilon(dtype.name) > 0 and dtype.kind != "c"
 
 
-def _by_largest(row: Row, largest: float, atol: float) -> Row:
+def _by_largest(row: Row, largest: float) -> Row:
     """The row of a leaf that is 0 but for rounding with its difference relative to the largest
     leaf.
     """
     # Rows with a status of their own, such as NaN, stay as they are.
-    if not row.largest <= atol < math.inf or row.status not in ("within", "beyond"):
+    is_zero = row.atol > 0 and row.largest <= row.atol and row.status in ("within", "beyond")
+    if not is_zero:
         return row
-    return replace(
-        row,
-        relative=row.absolute / largest if largest else 0.0,
-        limit=atol / largest if largest else 0.0,
-    )
+    return replace(row, relative=row.absolute / largest, largest=largest, limit=0.0)
 
 
 def named(fold: object) -> str:

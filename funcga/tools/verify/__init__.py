@@ -333,8 +333,6 @@ def _counts(n: int | Sequence[int] | None, probe: Probe) -> list[int]:
             "the batch has 1 row, which cannot be split: verify needs at least 2, and recognises "
             "more with 16 or so. Give it a whole batch."
         )
-    # Refuses what has no rows to be cut, such as a sparse tensor.
-    probe.arguments.cut(0, 1, probe.arguments.state)
     if n is None and job is not None:
         n = sum(count for count, _ in job.program.split.groups(rows))
     several = n if isinstance(n, tuple | list) else [1 if n is None else n]

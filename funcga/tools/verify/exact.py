@@ -111,13 +111,10 @@ class Measured(NamedTuple):
 
 
 class Splits(NamedTuple):
-    """The table of the splits, the leaves that differ, by index, and how far one micro-batch with
-    its rows in another order differs.
-    """
+    """The table of the splits, and the leaves that differ, by index."""
 
     rows: list[Measured]
     failed: list[int]
-    permuted: Measured
 
     @property
     def are_exact(self) -> bool:
@@ -176,29 +173,21 @@ class Case:
     limit: Limit = limit_of(2.0**-52)  # noqa: RUF009 - a frozen value
 
     @cached_property
-    def orders(self) -> list[Rows]:
-        """The rows in four random orders, in which groups of them have something of what few rows
-        have, such as positives: a group without any shows nothing of a loss that divides by them.
+    def order(self) -> Rows:
+        """The rows in a random order, in which groups of them have something of what few rows have,
+        such as positives: a group without any shows nothing of a loss that divides by them.
         """
         rows, size = self.probe.rows, self.group
-        # The three groups, and the smaller of the two uneven parts.
-        starts = (0, size, 2 * size, rows - size)
         every = [(row,) for row in self.probe.all_rows]
-        of_rows = [np.array([*map(count.of, every)]) for count in counts(self.probe)]
-        rare = [each for each in of_rows if (each >= 0).all() and 0 in each and each.any()]
+        rare = [count.of for count in counts(self.probe) if 0 in map(count.of, every)]
 
-        def lacks(order: Array) -> int:
-            groups = [order[start : start + size] for start in starts]
-            return sum(not each[group].any() for each in rare for group in groups)
+        def lacks(order: Rows) -> int:
+            # The three groups, and the smaller of the two uneven parts.
+            groups = [order[start : start + size] for start in (0, size, 2 * size, rows - size)]
+            return sum(not count_of(group) for count_of in rare for group in groups)
 
         random = np.random.default_rng(self.seed)
-        tries = [[random.permutation(rows) for _ in range(_TRIES)] for _ in range(4)]
-        return [tuple(min(each, key=lacks).tolist()) for each in tries]
-
-    @property
-    def order(self) -> Rows:
-        """All rows in another order."""
-        return self.orders[0]
+        return min((tuple(random.permutation(rows).tolist()) for _ in range(_TRIES)), key=lacks)
 
     @property
     def group(self) -> int:
@@ -216,13 +205,6 @@ class Case:
         each = map(self.probe.try_values, (self.probe.all_rows, *self.parts))
         return [leaves for leaves in each if leaves is not None]
 
-    @property
-    def pairs(self) -> list[tuple[Rows, Rows]]:
-        """Two groups of rows each: few at first, then all."""
-        size = self.group
-        few = [(order[:size], order[size : 2 * size]) for order in self.orders[1:]]
-        return [*few, self.parts]
-
     @cached_property
     def splits(self) -> Splits:
         """The splits: over n micro-batches, for each n, and over the two parts.
@@ -231,11 +213,12 @@ class Case:
         are raised.
         """
         probe, every, table = self.probe, self.probe.all_rows, list[Measured]()
+        compared = [i for i, fold in enumerate(probe.folds) if is_compared(fold)]
+        failed, first = set[int](), probe.rows - self.group
+        limit, scales = self.limit.relative, self._scales
         # State goes through the rows in their order only.
         order, name = (every, "uneven") if probe.has_state else (self.order, "uneven, permuted")
         whole, permuted = probe.step_values([every, order], n=1)
-        compared = [i for i, fold in enumerate(probe.folds) if is_compared(fold)]
-        failed, first = set[int](), probe.rows - self.group
         # What each split is called, its rows and what they are to give, and how they are cut.
         splits: list[tuple[str, Rows, Leaves, dict[str, int]]] = [
             (f"n = {n}", every, whole, {"n": n}) for n in self.counts or [min(3, probe.rows)]
@@ -249,26 +232,13 @@ class Case:
                 raise
             except Exception as error:
                 text = f"it raised {first_line(error)}"
-                table.append(Measured(split, sizes, np.inf, self.limit.relative, "", text))
-            else:
-                row, apart = self.measured(split, sizes, compared, result, expected)
-                table.append(row)
-                failed |= apart
-        position, _ = self.measured(
-            "one micro-batch, permuted", (probe.rows,), probe.additive(), permuted, whole
-        )
-        return Splits(table, sorted(failed), position)
-
-    def measured(
-        self, split: str, sizes: Rows, leaves: Sequence[int], result: Leaves, expected: Leaves
-    ) -> tuple[Measured, set[int]]:
-        """The row of a split, and those of these leaves that differ by more than the limit."""
-        limit, scales = self.limit.relative, self._scales
-        apart = {i: relative(result[i], expected[i], scales[i]) for i in leaves}
-        worst = max(apart, key=lambda i: apart[i], default=-1)
-        path = self.probe.paths[worst] if leaves else ""
-        row = Measured(split, sizes, apart.get(worst, 0.0), limit, path)
-        return row, {i for i in leaves if apart[i] > limit}
+                table.append(Measured(split, sizes, np.inf, limit, "", text))
+                continue
+            apart = {i: relative(result[i], expected[i], scales[i]) for i in compared}
+            worst = max(compared, key=lambda i: apart[i])
+            table.append(Measured(split, sizes, apart[worst], limit, probe.paths[worst]))
+            failed |= {i for i in compared if apart[i] > limit}
+        return Splits(table, sorted(failed))
 
     def differ(self, left: Leaves, right: Leaves) -> bool:
         """Whether two results differ by more than rounding."""

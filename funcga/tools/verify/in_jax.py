@@ -60,12 +60,9 @@ def trace_call(
         aval.dtype for aval in avals if isinstance(aval, jax.core.ShapedArray) and aval.shape
     }
     eps = [float(jnp.finfo(dtype).eps) for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact)]  # type: ignore[no-untyped-call]
-    values = [
-        const for const in program.consts if not jnp.issubdtype(const.dtype, jax.dtypes.prng_key)
-    ]
     text = re.sub("0x[0-9a-f]+", "", str(program))
     draws = re.search("random_bits|threefry2x32|rng_bit_generator|rng_uniform", text)
-    return values, text, max(eps, default=2.0**-52), bool(draws)
+    return program.consts, text, max(eps, default=2.0**-52), bool(draws)
 
 
 def _equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:

@@ -22,8 +22,9 @@ from funcga._call import Program, backend_of_call
 from funcga._fold import accumulator_dtype, kind
 from funcga._fold.outputs import broadcast_folds
 from funcga._grad import GradientFunction
-from funcga._types import Array, Namespace, Scalar, Tree
-from funcga.folds import Fold, mean, sum
+from funcga._types import Array, Tree
+from funcga.folds import Fold, sum
+from funcga.normalizers import Moments, Pooled
 from funcga.tools.coupled import Coupled, coupled
 from funcga.tools.trees import to_numpy
 
@@ -164,7 +165,7 @@ class Probe:
         if self.program.prologue is not None:
             del kwargs["totals"]
             options["totals"] = self.program.prologue.function
-        fold = self.each_fold(lambda fold: _leaf_for_leaf(fold.plain))
+        fold = self.each_fold(lambda fold: fold.plain)
         step = self.step(fold=fold, weight=self.program.weight, **options)
         return [self.numbers(step(*self.take_rows(rows), **kwargs)) for rows in choices]
 
@@ -255,11 +256,14 @@ class Probe:
     # --- leaves
 
     def numbers(self, tree: Tree) -> Leaves:
-        """The leaves of a tree as NumPy arrays."""
-        return [self._number(leaf) for leaf in self.backend.trees.flatten(tree)[0]]
+        """The leaves of a tree as NumPy arrays. What a fold makes of one leaf is one."""
+        is_leaf = lambda node: isinstance(node, Moments | Pooled)
+        return [self._number(leaf) for leaf in self.backend.trees.flatten(tree, is_leaf)[0]]
 
     def _number(self, leaf: Array) -> Array:
         arrays = self.backend.arrays
+        if isinstance(leaf, tuple):
+            return np.stack([*map(self._number, leaf)])
         try:
             leaf = arrays.as_array(leaf)
         except TypeError:
@@ -316,17 +320,3 @@ class Probe:
         # A scalar is the value of a loss, unless all parameters are scalars.
         shapes = {shape for shape in shapes if shape} or shapes
         return [i for i in self.additive() if self.whole[i].shape in shapes]
-
-
-def _leaf_for_leaf(fold: Fold) -> Fold:
-    """A fold whose result has one array for each leaf of grad_fn's output."""
-    if fold.reducer.over_steps:
-        return mean()
-    if fold.reducer.stacked is None:
-        return fold
-
-    def stacked(xp: Namespace, reduced: Tree, tally: Scalar) -> Array:
-        result = fold.normalizer.apply(xp, reduced, tally)
-        return xp.stack(result) if isinstance(result, tuple) else result
-
-    return replace(fold, normalizer=replace(fold.normalizer, apply=stacked))

@@ -30,7 +30,7 @@ def not_differentiable(case: Case) -> Iterator[Answer]:
         if "mutate a captured Tensor" not in str(error):
             raise
         yield cause("state: buffers", error=type(error).__name__)
-        yield stop("no gradient")
+        yield stop()
         return
     bad = [i for i in probe.additive() if not np.isfinite(whole[i]).all()]
     if bad:
@@ -62,7 +62,7 @@ def repeatable(case: Case) -> Iterator[Answer]:
         for path, x, y in zip(paths, before, after, strict=True):
             if not np.array_equal(x, y, equal_nan=True):
                 yield cause("state: arguments", path=path)
-                yield stop("no comparison")
+                yield stop()
                 return
         distance = _distance(case, first, trace(probe.raw, args, probe.kwargs))
     limit = case.limit.relative
@@ -71,7 +71,7 @@ def repeatable(case: Case) -> Iterator[Answer]:
         with probe.random_kept():
             again = _distance(case, first, trace(probe.raw, args, probe.kwargs))
         yield cause("state" if again > limit else "randomness", distance=distance)
-        yield stop("no comparison")
+        yield stop()
     elif limit > 1e-9:
         yield note("rounding", limit=limit)
 
@@ -89,16 +89,23 @@ def _distance(case: Case, first: tuple[Array, ...], other: tuple[Array, ...]) ->
 
 def by_position(case: Case) -> Iterator[Cause]:
     """Results that change with the order of the rows alone, in one micro-batch."""
-    row = case.splits.permuted
-    if case.splits.failed and not row.ok:
-        case.splits.rows.append(row)
-        yield of_position(case, row.relative, row.leaf)
-
-
-def of_position(case: Case, difference: float, where: str) -> Cause:
-    """The Cause for a result that depends on a row's position in its micro-batch."""
-    key = "randomness: by position" if case.draws else "row order"
-    return cause(key, subject=case.probe.subject, difference=difference, where=where)
+    probe, order = case.probe, case.order
+    if not case.splits.failed:
+        return
+    values = probe.values(order)
+    expected = [*values]  # of what is not compared
+    for i, (fold, whole) in enumerate(zip(probe.folds, probe.whole, strict=True)):
+        axis = fold.reducer.monoid.axis
+        if axis is not None and whole.shape[axis] == probe.rows:
+            expected[i] = np.take(whole, order, axis)  # the same rows, in the other order
+        elif fold.reducer.additive:
+            expected[i] = whole
+    differences = case.limit.differences(values, expected)
+    difference = max(differences)
+    if difference > case.limit.relative:
+        key = "randomness: by position" if case.draws else "row order"
+        where = probe.paths[differences.index(difference)]
+        yield cause(key, subject=probe.subject, difference=difference, where=where)
 
 
 # How many orders of the micro-batches have to have the same bits.

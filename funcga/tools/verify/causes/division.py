@@ -39,7 +39,7 @@ def divided_by_n(case: Case) -> Iterator[Answer]:
     found = numbers(partial(probe.grad_fn, **probe.kwargs), n) if leaves else ()
     for number in sorted(found, key=lambda number: number.doubt):
         if _is_factor(case, leaves, number):
-            yield _answer(case, leaves, number)
+            yield _answer(case, number)
             return
 
 
@@ -58,7 +58,7 @@ def _is_factor(case: Case, leaves: list[int], number: "Number") -> bool:
     return max(apart) <= case.limit.relative
 
 
-def _answer(case: Case, leaves: list[int], number: "Number") -> Answer:
+def _answer(case: Case, number: "Number") -> Answer:
     """The cause, or a note if the number may stand for something else, such as the size of an axis
     of the batch.
     """
@@ -68,9 +68,7 @@ def _answer(case: Case, leaves: list[int], number: "Number") -> Answer:
     is_a_size = any(value in leaf.shape for leaf in split)
     if number.doubt == 2 or (number.doubt == 1 and is_a_size):
         return note("factor", **words)
-    is_summed = any(probe.folds[i].normalizer.divides_by is None for i in leaves)
-    key = "divided by n: summed" if is_summed else "divided by n"
-    return cause(key, twice=2 * value, factor=0.5 if value > 1 else 2.0, **words)
+    return cause("divided by n", twice=2 * value, factor=0.5 if value > 1 else 2.0, **words)
 
 
 # --- the numbers that a function reads, each doubled in a copy

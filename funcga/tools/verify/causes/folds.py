@@ -6,7 +6,6 @@ fold.
 """
 
 import copy
-import re
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -19,59 +18,85 @@ from funcga.tools.verify.causes.lines import fold_line, signature
 from funcga.tools.verify.causes.rows import of_statistics
 from funcga.tools.verify.counted import counts, form
 from funcga.tools.verify.exact import Case
-from funcga.tools.verify.probe import Probe, Rows
 
 
 def explain(case: Case) -> Sequence[Answer]:
-    """The causes of the differences in the table of splits, at least one if there are any: those
-    of the first question that has an answer.
-    """
-    causes = [*by_position(case)] or by_kind(case, case.pairs) or [*unexplained(case)]
-    return [*apart_from_an_epsilon(case, causes)] or causes
+    """The causes of the differences in the table of splits, at least one if there are any."""
+    probe, splits, failed = case.probe, case.splits, case.failed
+    if splits.are_exact:
+        return []
+    causes = [*by_position(case)] or by_kind(case) or [_unexplained(case)]
+    if _are_clear(causes) or failed != splits.failed:
+        return causes
+    # The same splits, where larger differences count as rounding.
+    loose, is_small = copy.copy(case), splits.worst <= _SMALL
+    relative = 10 * splits.worst if is_small else max(case.limit.relative, _EPSILON)
+    loose.limit = case.limit._replace(relative=relative)
+    others = by_kind(loose)
+    if is_small and not others:
+        gradients = probe.gradient_leaves()
+        is_of_value = gradients and {*gradients}.isdisjoint(failed)
+        words = {"where": probe.paths[failed[0]], "difference": splits.worst}
+        return [(note if is_of_value else cause)("small remainder", **words)]
+    return others if others and _are_clear(others) else causes
 
 
-def by_kind(case: Case, pairs: Sequence[tuple[Rows, Rows]]) -> list[Cause]:
-    """The causes found from these pairs of groups of rows, each name once."""
-    found = dict[str, Cause]()
-    for leaves in _alike(case.probe, case.failed):
-        # The first pair that shows something decides.
-        for pair in pairs:
-            causes = _causes_of(Evidence(case, leaves, *pair))
-            if causes:
-                found = {each.name: each for each in causes} | found
-                break
-        # The value of a loss fails for the same reasons as its gradients.
-        if found and case.probe.whole[leaves[0]].ndim:
+def _are_clear(causes: Sequence[Cause]) -> bool:
+    return VAGUE.isdisjoint(each.name for each in causes)
+
+
+# A difference of less than this may be a small term of the loss, or rounding where large numbers
+# cancel. What an epsilon in a divisor, as in mask.sum() + 1e-6, changes at most. And the causes
+# that are too vague to be kept beside that.
+_SMALL, _EPSILON = 1e-5, 1e-6
+VAGUE = {
+    "batch statistics",
+    "coupled rows",
+    "in-batch negatives",
+    "other normaliser",
+    "not decomposable",
+}
+
+
+def by_kind(case: Case) -> list[Cause]:
+    """The causes that the kinds of the leaves show, each name once."""
+    probe, gradients = case.probe, case.probe.gradient_leaves()
+    # Classified together are arrays under one fold, the gradients apart from others. They come
+    # first, and the value of the loss, which fails for the same reasons, is not asked then.
+    groups, found = dict[object, list[int]](), dict[str, Cause]()
+    for leaf in sorted(probe.additive(), key=lambda leaf: leaf not in gradients):
+        key = (probe.folds[leaf], leaf in gradients) if probe.whole[leaf].ndim else leaf
+        groups.setdefault(key, []).append(leaf)
+    for leaves in groups.values():
+        if found and gradients and leaves[0] not in gradients:
             break
+        if not {*case.failed}.isdisjoint(leaves):
+            for each in _causes_of(Evidence(case, leaves)):
+                found.setdefault(each.name, each)
     return [*found.values()]
 
 
-def _alike(probe: Probe, failed: Sequence[int]) -> list[list[int]]:
-    """The leaves that are classified together, of those that hold one that failed: arrays under one
-    fold in one part of the output, then each scalar.
-    """
-    groups = dict[object, list[int]]()
-    for leaf in probe.additive():
-        part = re.match(r"output\[\d+\]|", probe.paths[leaf])
-        key = (probe.folds[leaf], part and part[0]) if probe.whole[leaf].ndim else leaf
-        groups.setdefault(key, []).append(leaf)
-    found = [leaves for leaves in groups.values() if not {*failed}.isdisjoint(leaves)]
-    # Gradients come last in an output, and say most.
-    return sorted(found, key=lambda leaves: (probe.whole[leaves[0]].ndim == 0, -leaves[0]))
-
-
-def _causes_of(evidence: Evidence) -> list[Cause]:
+def _causes_of(evidence: Evidence) -> Iterator[Cause]:
     """The causes for these leaves; none if their fold is exact for their kind."""
-    kind, is_by_steps = evidence.kind, evidence.fold.normalizer.divides_by == "steps"
-    if is_by_steps and kind in ("sum", "sum and constant", "mean"):
-        return [_of_mean_under(evidence, "by steps")]
-    if kind == "mean":
-        return [*_of_mean(evidence)]
+    kind = evidence.kind
     if kind in ("statistics", "coupled"):
-        return [_of_terms(evidence) or of_statistics(evidence)]
-    if kind in ("sum", "sum and constant"):
-        return [*_of_sum(evidence)]
-    return []
+        yield _of_terms(evidence) or of_statistics(evidence)
+    elif kind in ("nothing", "unknown"):
+        return
+    elif evidence.fold.normalizer.divides_by == "steps":
+        yield _of_mean_under(evidence, "by steps")
+    elif kind == "mean":
+        yield from _of_mean(evidence)
+    else:
+        yield from _of_sum(evidence)
+
+
+def _unexplained(case: Case) -> Cause:
+    """A difference that no kind of loss explains."""
+    probe, splits = case.probe, case.splits
+    is_refused = not splits.failed and probe.try_values(probe.all_rows[:-1]) is None
+    key = "fixed rows: loss" if is_refused else "not decomposable"
+    return cause(key, rows=probe.rows, difference=splits.first)
 
 
 # --- the causes of each kind
@@ -172,7 +197,7 @@ def all_weightless(case: Case) -> Iterator[Answer]:
     counted = any(fold.normalizer.divides_by == "weight" and np.any(leaf) for fold, leaf in leaves)
     if counted and probe.weigh(probe.all_rows) == 0:
         yield cause("wrong weight: zero", rows=probe.rows)
-        yield stop("nothing else")
+        yield stop()
 
 
 def weightless_rows(case: Case) -> Iterator[Answer]:
@@ -184,7 +209,7 @@ def weightless_rows(case: Case) -> Iterator[Answer]:
         return
     leaves = [index for index in probe.additive() if probe.folds[index].reducer.linear]
     if leaves:
-        yield from _left_out(Evidence(case, leaves, *case.parts))
+        yield from _left_out(Evidence(case, leaves))
 
 
 def _left_out(evidence: Evidence) -> Iterator[Cause]:
@@ -198,71 +223,3 @@ def _left_out_line(evidence: Evidence) -> str:
     if evidence.divisor is not None:
         options.append(evidence.divisor.line)
     return note("left out", line=", ".join(options), subject=evidence.probe.subject)
-
-
-# --- what no kind explains
-
-
-def unexplained(case: Case) -> Iterator[Cause]:
-    """A difference that no kind of loss explains."""
-    probe, splits = case.probe, case.splits
-    if splits.are_exact:
-        return
-    keywords = [
-        name
-        for name, value in probe.kwargs.items()
-        if any(leaf.shape[:1] == (probe.rows,) for leaf in probe.numbers(value))
-    ]
-    others = [probe.paths[i] for i in splits.failed if not probe.folds[i].reducer.additive]
-    words = {"rows": probe.rows, "difference": splits.first}
-    # The first one that applies.
-    if keywords:
-        yield cause("not decomposable: keyword", keyword=keywords[0], **words)
-    elif not splits.failed and probe.try_values(probe.all_rows[:-1]) is None:
-        yield cause("fixed rows: loss", **words)
-    elif others:
-        line = fold_line(probe, "funcga.mean()", splits.failed)
-        yield cause("not decomposable: fold", other=others[0], line=line, **words)
-    elif case.limit.relative > 1e-3:
-        yield cause("not decomposable: 16 bits", **words)
-    else:
-        yield cause("not decomposable", **words)
-
-
-# A difference of less than this may be a small term of the loss, or rounding where large numbers
-# cancel. What an epsilon in a divisor, as in mask.sum() + 1e-6, changes at most. And the causes
-# that are too vague to be kept beside that.
-_SMALL, _EPSILON = 1e-5, 1e-6
-VAGUE = {
-    "batch statistics",
-    "coupled rows",
-    "in-batch negatives",
-    "other normaliser",
-    "not decomposable",
-}
-
-
-def apart_from_an_epsilon(case: Case, causes: Sequence[Cause]) -> Iterator[Answer]:
-    """What replaces these causes if it is all that is wrong but for a very small difference."""
-    probe, failed, worst = case.probe, case.failed, case.splits.worst
-    are_vague = causes and all(each.name in VAGUE for each in causes)
-    # A loss that refuses repeated rows shows no kind.
-    if not are_vague or failed != case.splits.failed or not probe.try_values(probe.all_rows * 2):
-        return
-    # The same splits, where larger differences count as rounding.
-    loose, is_small = copy.copy(case), worst <= _SMALL
-    loose.limit = case.limit._replace(relative=10 * worst if is_small else _EPSILON)
-    found = by_kind(loose, [case.parts])
-    if is_small and not found:
-        yield _small_remainder(case)
-    elif case.limit.relative < 1e-8 and VAGUE.isdisjoint(each.name for each in found):
-        yield from found
-
-
-def _small_remainder(case: Case) -> Answer:
-    """The cause; a note if the value of the loss alone differs."""
-    probe, failed = case.probe, case.failed
-    arrays = {index for index, leaf in enumerate(probe.whole) if leaf.ndim}
-    is_of_value = arrays and arrays.isdisjoint(failed)
-    words = {"where": probe.paths[failed[0]], "difference": case.splits.worst}
-    return (note if is_of_value else cause)("small remainder", **words)

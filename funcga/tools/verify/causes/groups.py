@@ -34,12 +34,10 @@ _SETTLING = 0.45
 
 @dataclass(frozen=True, eq=False)
 class Evidence:
-    """What two groups of rows, a and b, show of some leaves under one fold."""
+    """What the two parts of the rows, A and B, show of some leaves under one fold."""
 
     case: Case
     leaves: Sequence[int]
-    a: Rows
-    b: Rows
 
     @property
     def probe(self) -> Probe:
@@ -70,7 +68,7 @@ class Evidence:
 
     @cached_property
     def _kind_and_ratio(self) -> tuple[str, float]:
-        values = _values_at(self.case, (self.a, self.b), self.leaves, _POINTS)
+        values = _values_at(self.case, self.case.parts, self.leaves, _POINTS)
         if not values.keys() >= _NEEDED:
             return "unknown", 0.0
         return classify(values, 10 * self.case.limit.relative)
@@ -78,13 +76,15 @@ class Evidence:
     def cause(self, key: str, **words: object) -> Cause:
         """The Cause with the texts of this key, for these leaves."""
         where, subject = self.probe.paths[self.leaves[0]], self.probe.subject
-        sizes = {"a": len(self.a), "b": len(self.b), "ratio": self.ratio}
-        return cause(key, **{"where": where, "subject": subject} | sizes | words)
+        a, b = map(len, self.case.parts)
+        about = {"where": where, "subject": subject, "a": a, "b": b, "ratio": self.ratio}
+        return cause(key, **about | words)
 
     @cached_property
     def weights(self) -> tuple[float, float, float]:
         """The weights of A, of B and of both together."""
-        return self.probe.weigh(self.a), self.probe.weigh(self.b), self.probe.weigh(self.a + self.b)
+        (a, b), weigh = self.case.parts, self.probe.weigh
+        return weigh(a), weigh(b), weigh(a + b)
 
     @cached_property
     def divisor(self) -> Count | None:
@@ -166,18 +166,14 @@ def _values_at(
     """The values of the leaves as one vector, scaled to about 1, at each point where the loss
     can be evaluated and is finite.
     """
-    values: dict[Point, list[Array]] = {}
+    values, scales = _Points(), case.limit.scales(case.evaluated)
     for point in points:
         rows = tuple(row for part, times in zip(parts, point, strict=True) for row in part * times)
         result = case.probe.try_values(rows)
         if result is not None and all(np.isfinite(result[leaf]).all() for leaf in leaves):
-            flat = [result[leaf].ravel() for leaf in leaves]
-            values[point] = [np.concatenate([x.real, x.imag]) for x in flat]
-    scales = case.limit.scales([*values.values()])
-    return {
-        point: np.concatenate([leaf / scale for leaf, scale in zip(leaves, scales, strict=True)])
-        for point, leaves in values.items()
-    }
+            flat = [result[leaf].ravel() / scales[leaf] for leaf in leaves]
+            values[point] = np.concatenate([part for x in flat for part in (x.real, x.imag)])
+    return values
 
 
 def _remainder(terms: Array, values: Array) -> Array:

@@ -9,7 +9,7 @@ import numpy as np
 
 from funcga.folds import concat
 from funcga.tools.verify.causes import Answer, cause, note, stop
-from funcga.tools.verify.causes.lines import fold_line, loss_names
+from funcga.tools.verify.causes.lines import fold_line
 from funcga.tools.verify.exact import Case, is_compared, largest
 
 
@@ -60,7 +60,7 @@ def per_example(case: Case) -> Iterator[Answer]:
         # The line has concat() for all of them.
         yield cause("per-example output", line=fold_line(case.probe, "", ()), **words, **shapes)
         if probe.has_state:
-            yield stop("nothing else")
+            yield stop()
 
 
 def unused_parameters(case: Case) -> Iterator[Answer]:
@@ -73,8 +73,7 @@ def unused_parameters(case: Case) -> Iterator[Answer]:
         return
     pairs = zip(probe.whole, moved.whole, strict=True)
     if all(np.array_equal(x, y, equal_nan=True) for x, y in pairs):
-        batch = ", ".join(["module", *loss_names(probe)[1:]])
-        yield cause("params unused", count=len(gradients), batch=batch)
+        yield cause("params unused", count=len(gradients))
 
 
 def wrong_gradient(case: Case) -> Iterator[Answer]:

@@ -10,7 +10,6 @@ the rest: then the order of the rows makes a difference.
 """
 
 from collections.abc import Iterator
-from contextlib import suppress
 
 import numpy as np
 
@@ -28,7 +27,7 @@ def of_statistics(evidence: Evidence) -> Cause:
     case, probe, kind = evidence.case, evidence.probe, evidence.kind
     layers, twice = probe.layers(), probe.try_values(probe.all_rows * 2)
     # The value of log(sum) does so as well, and its gradient is a mean.
-    if kind != "mean" and _grows_as_a_logarithm(probe, evidence.a):
+    if kind != "mean" and _grows_as_a_logarithm(probe, case.parts[1]):
         return evidence.cause("in-batch negatives", line=coupled_line(case, "embeddings"))
     if layers and kind != "coupled":
         return evidence.cause("batch statistics: layers", layers=layers)
@@ -99,26 +98,23 @@ def fixed_number(case: Case) -> Iterator[Answer]:
     """A loss that raises an error for the whole batch, but not for a micro-batch; or for any other
     number of rows than that of the batch.
     """
-    probe, job, every = case.probe, case.probe.job, case.probe.all_rows
-    assert job is not None
-    _, size = job.program.split.groups(probe.rows)[0]
-    fewer = [every[: min(rows, probe.rows - 1)] for rows in (size, probe.rows // 2, probe.rows)]
-    working = [rows for rows in (every, *fewer) if probe.try_values(rows) is not None]
+    probe, n = case.probe, case.counts[0] if case.counts else 1
+    size = -(-probe.rows // n)
+    fewer = dict.fromkeys(min(rows, probe.rows - 1) for rows in (size, probe.rows // 2, probe.rows))
+    errors = dict[int, str]()
+    for rows in (probe.rows, *fewer):
+        try:
+            probe.values(probe.all_rows[:rows])
+        except Exception as error:
+            errors[rows] = first_line(error)
+    working = [rows for rows in (probe.rows, *fewer) if rows not in errors]
     # An error that is not about their number is that of a later question.
-    if not working or (every in working and len(working) > 1):
+    if not working or not errors or (probe.rows in working and len(working) > 1):
         return
-    works, fails = working[0], fewer[1] if every in working else every
-    try:
-        probe.values(fails)
-    except Exception as error:
-        function = "summary_fn"
-        with suppress(Exception):
-            probe.grad_fn(*probe.take_rows(fails), **probe.kwargs)
-            function = "loss_fn"
-        words = {"works": len(works), "fails": len(fails), "error": first_line(error)}
-        yield cause("fixed rows", function=function, **words)
-        if fails == every:
-            yield stop("no gradient")
+    fails, text = next(iter(errors.items()))
+    yield cause("fixed rows", works=working[0], fails=fails, error=text)
+    if probe.rows in errors:
+        yield stop()
 
 
 def of_order(case: Case) -> Iterator[Answer]:
@@ -132,20 +128,18 @@ def of_order(case: Case) -> Iterator[Answer]:
         one, other = map(probe.try_values, orders)
         return one is not None and other is not None and case.differ(one, other)
 
-    def changing(rows: Rows) -> list[int]:
-        """The rows that change the loss if they are exchanged with the next one."""
-        places = range(1, len(rows))
-        orders = [(*rows[: k - 1], rows[k], rows[k - 1], *rows[k + 1 :]) for k in places]
-        return [k for k, order in zip(places, orders, strict=True) if differ(rows, order)]
+    def are_apart(rows: Rows, size: int) -> bool:
+        """Whether the order of the first `size` rows, and that of the rest, make no difference."""
+        first, rest = rows[:size], rows[size:]
+        return not differ(rows, (*first[1:], first[0], *reversed(rest)))
 
     # The cause is known already, or it makes no difference.
     is_known = not case.splits.are_exact or probe.try_values(every[:-1]) is None
     if is_known or not differ(twice, tuple(sorted(twice))):
         return
-    # Of all exchanges of two neighbouring rows only that at the end of the first `size` rows
-    # changes it, whatever their number. A half of them ends elsewhere if there are twice as many.
-    sizes = changing(twice)
-    if len(sizes) == 1 and changing(every) == [k for k in sizes if k < probe.rows]:
-        yield cause("fixed rows: first", size=sizes[0], next=sizes[0] + 1)
+    # The same first rows, whatever the number of all. A half ends elsewhere in twice the rows.
+    sizes = [size for size in range(1, len(twice)) if are_apart(twice, size)]
+    if len(sizes) == 1 and are_apart(every, sizes[0]):
+        yield cause("fixed rows: first", size=sizes[0])
     else:
         yield note("row order")

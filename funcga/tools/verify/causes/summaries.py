@@ -7,11 +7,8 @@ verified like any other function whose outputs are folded.
 from collections.abc import Iterator
 from dataclasses import replace
 
-import numpy as np
-
 from funcga.folds import mean
 from funcga.tools.verify.causes import Answer, Cause, cause, causes_in, stop
-from funcga.tools.verify.causes.calls import of_position
 from funcga.tools.verify.causes.folds import VAGUE, by_kind, explain, weightless_rows
 from funcga.tools.verify.causes.lines import fold_line
 from funcga.tools.verify.causes.outputs import per_example
@@ -30,33 +27,26 @@ def explain_step(case: Case) -> Iterator[Answer]:
     not_collected = causes_in(per_example(of_summary))
     if not_collected:
         yield from not_collected
-        yield stop("nothing else")
+        yield stop()
     elif case.splits.are_exact:
         yield from weightless_rows(of_summary)
     else:
-        failed, added = of_summary.splits.failed, of_summary.failed
-        explained = causes_in(explain(of_summary)) if added else []
         # A summary that couples its rows has texts of its own.
+        explained = causes_in(explain(of_summary))
         found = [each for each in explained if each.name not in VAGUE]
-        found = found or [_of_leaf(of_summary, leaf) for leaf in (added or failed)[:1]]
+        failed = of_summary.failed or of_summary.splits.failed
+        found = found or [_of_leaf(of_summary, leaf) for leaf in failed[:1]]
         of_step = {"where": "the summary", "difference": case.splits.first}
         yield from found or [cause("not decomposable: summary", **of_step)]
 
 
 def _of_leaf(case: Case, leaf: int) -> Cause:
     """The Cause for a leaf of the summary that differs from that of the whole batch."""
-    summary, order = case.probe, case.order
-    reducer, path, whole = summary.folds[leaf].reducer, summary.paths[leaf], summary.whole[leaf]
-    axis = reducer.monoid.axis
-    if axis is not None and whole.shape[axis] == summary.rows:
-        # Rows in another order are to have the same summaries, in that order.
-        permuted, moved = summary.values(order)[leaf], np.take(whole, order, axis)
-        if case.differ([permuted], [moved]):
-            (difference,) = case.limit.differences([permuted], [moved])
-            return of_position(case, difference, path)
-    elif line := _better_line(case, leaf):
+    summary, reducer = case.probe, case.probe.folds[leaf].reducer
+    path, line = summary.paths[leaf], _better_line(case, leaf)
+    if line:
         return cause("wrong fold", where=path, line=line)
-    if axis is None and not reducer.additive:
+    if reducer.monoid.axis is None and not reducer.additive:
         return cause("not decomposable: summary", where=path, difference=case.splits.first)
     layers = summary.layers() or "BatchNorm in training mode or a variance"
     return cause("batch statistics: summary", where=path, layers=layers)
@@ -75,6 +65,6 @@ def _better_line(case: Case, leaf: int) -> str | None:
     line = fold_line(as_mean.probe, "", ())
     if leaf not in as_mean.failed:
         return line
-    fixes = [each.fix for each in by_kind(as_mean, as_mean.pairs) if each.name not in VAGUE]
+    fixes = [each.fix for each in by_kind(as_mean) if each.name not in VAGUE]
     # Some have a line with another fold, others a weight for the mean.
     return next((fix if fix.startswith("fold=") else f"{line}, {fix}" for fix in fixes), None)
