@@ -61,12 +61,6 @@ def _svg(run: Run) -> str:
         (c, 0 if c.micro_batch is None else c.micro_batch + 1, c.report.most)
         for c in run.of("model")
     ]
-    full = [c for c, position, _ in by_micro_batch if position == 0]
-    # With one framework alone its largest n stands for the comparison of the full batches.
-    full = full or [c for c in run.of("accumulation") if c.n == run.n]
-    by_leaf = [
-        (c, depth, row.relative) for c in full for depth, row in enumerate(c.report.rows) if depth
-    ]
     by_update = [
         (c, update, report.most)
         for c in run.of("training")
@@ -74,13 +68,21 @@ def _svg(run: Run) -> str:
     ]
     axes = figure.subplots(4)
     _draw(axes[0], "accumulated vs full batch", "n, micro-batches", by_n)
-    _draw(axes[1], "leaf by leaf", "leaf, in the order of the parameters", by_leaf)
+    _draw(axes[1], "leaf by leaf", "leaf, in the order of the parameters", _by_leaf(run))
     _draw(axes[2], "torch vs JAX", "micro-batch, 0 for the full batch", by_micro_batch)
     _draw(axes[3], "torch vs JAX, parameters in training", "update", by_update)
     with rc_context({"svg.fonttype": "none"}):  # letters stay text, which can be searched
         figure.savefig(text, format="svg")
     svg = text.getvalue()
     return svg[svg.index("<svg") :]
+
+
+def _by_leaf(run: Run) -> list[tuple[Compared, int, float]]:
+    full = [c for c in run.of("model") if c.micro_batch is None]
+    # With one framework alone its largest n stands for the comparison of the full batches.
+    full = full or [c for c in run.of("accumulation") if c.n == run.n]
+    leaves = [[row.relative for row in c.report.rows if row.path != "loss"] for c in full]
+    return [(c, *each) for c, of in zip(full, leaves, strict=True) for each in enumerate(of, 1)]
 
 
 def _draw(
