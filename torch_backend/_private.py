@@ -29,18 +29,6 @@ ENGINE: Callable[..., object] = torch.autograd.graph._engine_run_backward
 # in the thread that calls it.
 ENGINE_ON_HOST: Callable[..., object] = torch.autograd.Variable._execution_engine.run_backward
 
-
-def run_backward(
-    loss: torch.Tensor, cotangent: torch.Tensor, leaves: tuple[torch.Tensor, ...], on_host: bool
-) -> None:
-    """`torch.autograd.backward(loss, cotangent, inputs=leaves)`, unrestricted if there are no
-    leaves; `on_host` says that no device takes part in it.
-    """
-    run = ENGINE_ON_HOST if on_host else ENGINE
-    how = {"allow_unreachable": True, "accumulate_grad": True}
-    run((loss,), (cotangent,), False, False, leaves, **how)
-
-
 # The number of the backward pass that this thread runs part of; -1 if it runs none.
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
 # The node of the graph that this thread runs in a backward pass.

@@ -186,16 +186,13 @@ def divide(sums: Sequence[torch.Tensor], total: Scalar) -> None:
 
 
 def _divide_by_tensor(sums: Sequence[torch.Tensor], total: torch.Tensor) -> None:
-    """The same by a number that the host does not see."""
-    is_zero = total == 0
-    divisor = torch.where(is_zero, 1, total)
+    """The same by a number that the host does not see; a sum of nothing, by infinity."""
+    divisor = torch.where(total == 0, math.inf, total)
     groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
     for each in sums:
         groups[each.device, each.dtype].append(each)
     for kind, alike in groups.items():
         torch._foreach_div_(alike, divisor.to(*kind))
-        for each in alike:
-            each.masked_fill_(is_zero.to(kind[0]), 0)
 
 
 def is_power_of_two(number: float) -> bool:

@@ -155,7 +155,7 @@ class Sums:
             return 1.0
         is_held = weight <= self.unit and arrays.is_power_of_two(weight / self.unit)
         if not (is_held or self.unit_is_fixed):
-            self.hold_in(_power_above(max(float(weight), self.unit)))
+            self.hold_in(2 * power_below(max(float(weight), self.unit)))
         return float(weight / self.unit)
 
     def hold_in(self, unit: float) -> None:
@@ -167,11 +167,6 @@ class Sums:
         self.unit = unit
 
     # --- a micro-batch
-
-    @property
-    def number(self) -> int:
-        """The number of the next micro-batch, from 1 on."""
-        return self.steps + 1  # type: ignore[no-any-return]
 
     def add_loss(self, loss: torch.Tensor, index: int, weight: Scalar, share: float) -> None:
         """`add` of the loss, where it is all that is added beside gradients."""
@@ -268,8 +263,3 @@ class Sums:
 def power_below(number: float) -> float:
     """The greatest power of two that is not above a positive number."""
     return math.ldexp(1.0, math.frexp(number)[1] - 1)
-
-
-def _power_above(number: float) -> float:
-    """The smallest power of two that is not below a positive number."""
-    return number if arrays.is_power_of_two(number) else 2 * power_below(number)

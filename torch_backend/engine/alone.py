@@ -10,7 +10,7 @@ import torch
 from funcga._backend import Backend
 from funcga._call.arguments import Argument, Arguments
 from funcga._grad import GradientFunction
-from funcga._types import GradFn, Tree
+from funcga._types import Tree
 from torch_backend import arrays, trees
 from torch_backend.dtensor import without_partials
 from torch_backend.engine.guards import unchanged
@@ -41,7 +41,9 @@ def value_of(
     key = call_key(None if own is None else own.params, flat, tuple(kwargs))
     plans = gradient.memory.keep(Plans)
     plan: Plan | None = plans.get(key)
-    with Alone(None, gradient, backend, uncut(args, gradient, backend), plan, own) as window:
+    parts = [Argument(arg, [], [], None) for arg in args]  # none is split
+    arguments = Arguments(tuple(parts), gradient, backend)
+    with Alone(None, gradient, backend, arguments, plan, own) as window:
         arguments, kwargs = window.prepared(window.arguments, kwargs)
         with window.passes():
             window.fold(tuple([part.value for part in arguments.parts]), kwargs, 1, True)
@@ -83,8 +85,3 @@ class Alone(Window):
             for leaves, structure in map(trees.flatten, self.leaves.trees.values())
         ]
         return self.gradient.compose(*self.value, in_order)
-
-
-def uncut(args: tuple[Tree, ...], grad_fn: GradFn, backend: Backend) -> Arguments:
-    """The arguments of a call of which none is split."""
-    return Arguments(tuple([Argument(arg, [], [], None) for arg in args]), grad_fn, backend)

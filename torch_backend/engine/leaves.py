@@ -5,7 +5,7 @@ its memory. So arguments, modules and their `.grad`s stay as they are, and every
 can do works.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -41,11 +41,6 @@ class Leaves(NamedTuple):
     trees: dict[int, Tree]
     inputs: list[torch.Tensor]
     originals: list[Any]
-
-
-def copied_leaves(originals: Sequence[Any]) -> list[torch.Tensor]:
-    """Copies that can be differentiated, of numbers and of tensors made in inference mode."""
-    return [arrays.as_array(o).detach().clone().requires_grad_() for o in originals]
 
 
 def paths_of(tree: Tree, index: int, gradient: GradientFunction) -> list[str]:

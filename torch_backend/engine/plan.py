@@ -34,11 +34,11 @@ class Plan:
     `indices`: which arguments are differentiated. `whole` are those that are passed whole, and
     `moving` those that are split, whose leaves are those of a micro-batch. `hooked`: whether a
     parameter has hooks of the user's; `watches`: whether one requires grad itself. `takes_weights`:
-    whether the cotangent of a pass may be a weight, outside of autocast. `run`: the tool that runs
-    a backward pass, if not autograd alone. `seen`: what modules had in forward passes; None where
-    that is not noted. `parts` and `cuts` say how the arguments are split, without the arguments,
-    and `take` how rows are taken. `folding`: what becomes of the output, decided with the
-    first loss, for losses of the `loss_dtype`; this is None where others may be folded otherwise.
+    whether the cotangent of a pass may be a weight, outside of autocast. `run` runs a backward
+    pass. `seen`: what modules had in forward passes; None where that is not noted. `parts` and
+    `cuts` say how the arguments are split, without the arguments, and `take` how rows are taken.
+    `folding`: what becomes of the output, decided with the first loss, for losses of the
+    `loss_dtype`; this is None where others may be folded otherwise.
     """
 
     indices: tuple[int, ...] = ()
@@ -50,7 +50,7 @@ class Plan:
     autocast: tuple[str, ...] = ()  # the types of devices that it is on for
     takes_weights: bool = False
     on_host: bool = False
-    run: Callable[..., None] | None = None
+    run: Any = None
     parts: tuple[Argument, ...] | None = None
     cuts: Sequence[tuple[int, int]] = ()
     take: Any = None
@@ -75,9 +75,8 @@ class Plans(dict[Any, Plan]):
     def put(self, key: Any, plan: Plan) -> None:
         """Notes a plan."""
         self[key] = plan
-        if len(self) > _MOST:
-            for oldest in [*self][: len(self) - _MOST]:
-                self.pop(oldest, None)
+        for oldest in [*self][:-_MOST]:
+            self.pop(oldest, None)
 
 
 # --- the structure of a call
@@ -96,15 +95,6 @@ def call_key(
     """The structure of a call with these arguments, and the parameters of a module, if any."""
     params = params or {}
     leaves = [*params.values(), *chain.from_iterable([leaves for leaves, _ in flat])]
-    structures = tuple([structure for _, structure in flat])
-    # What is on around the call, that changes what it computes.
-    autocast = autocasting() if _private.is_any_autocast_enabled() else ()
-    ambient = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast
-    return ambient, tuple(params), structures, key_of(leaves), others
-
-
-def key_of(leaves: Sequence[Any]) -> tuple[object, ...]:
-    """What leaves of one structure have in common: shapes, dtypes, and what acts on gradients."""
     types, tensors = tuple(map(type, leaves)), leaves
     placements, hooked = tuple[object, ...](), tuple[bool, ...]()
     if not _DENSE.issuperset(types):
@@ -119,15 +109,14 @@ def key_of(leaves: Sequence[Any]) -> tuple[object, ...]:
     else:
         shapes = tuple(map(_SHAPE, tensors))
     is_inference = True in map(torch.is_inference, tensors)
-    return types, placements, *kinds, hooked, shapes, is_inference
+    of_leaves = types, placements, *kinds, hooked, shapes, is_inference
+    # What is on around the call, that changes what it computes.
+    autocast = autocasting() if _private.is_any_autocast_enabled() else ()
+    ambient = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast
+    return ambient, tuple(params), tuple([structure for _, structure in flat]), of_leaves, others
 
 
 # --- making one
-
-
-def is_narrow(leaf: torch.Tensor) -> bool:
-    """Whether a gradient times a weight may overflow in this leaf's dtype."""
-    return leaf.dtype.itemsize == 1 or leaf.dtype is torch.float16
 
 
 def plan_of(
@@ -150,7 +139,8 @@ def plan_of(
     leaves = leaves_of(whole, [part.value for part in parts])
     inputs, originals = leaves.inputs, leaves.originals
     hooked = any(_private.hooks_of(each) or _private.acts_on_grad(each) for each in originals)
-    may_weigh = not (gradient.scaled or moving)
+    # A gradient times a weight may overflow in these.
+    narrow = [leaf for leaf in inputs if leaf.dtype.itemsize == 1 or leaf.dtype is torch.float16]
     plan = Plan(
         indices=indices,
         count=len(parts),
@@ -159,7 +149,7 @@ def plan_of(
         hooked=hooked,
         watches=ON and own is None and any_requires_grad(originals),
         autocast=autocasting(),
-        takes_weights=may_weigh and not any(map(is_narrow, inputs)),
+        takes_weights=not (gradient.scaled or moving or narrow),
         on_host=all(map(_IS_CPU, inputs)),
         run=run_of(inputs, hooked),
         seen=recompute.none_seen((gradient, own and own.module)),
@@ -183,13 +173,24 @@ def without_autocast(devices: Sequence[str]) -> Iterator[None]:
         yield
 
 
+def run_backward(
+    loss: torch.Tensor, cotangent: torch.Tensor, leaves: tuple[torch.Tensor, ...], on_host: bool
+) -> None:
+    """`torch.autograd.backward(loss, cotangent, inputs=leaves)`, unrestricted if there are no
+    leaves; `on_host` says that no device takes part in it.
+    """
+    run = _private.ENGINE_ON_HOST if on_host else _private.ENGINE
+    how = {"allow_unreachable": True, "accumulate_grad": True}
+    run((loss,), (cotangent,), False, False, leaves, **how)
+
+
 # Elements of a leaf from which on it is asked for the tool for large weights: its own limit.
 _LARGE = 2**19
 
 
-def run_of(leaves: Sequence[torch.Tensor], hooked: bool) -> Callable[..., None] | None:
-    """What runs a backward pass; None for autograd alone."""
+def run_of(leaves: Sequence[torch.Tensor], hooked: bool) -> Callable[..., None]:
+    """What runs a backward pass: autograd alone, or a tool."""
     if not hooked and max(map(torch.Tensor.numel, leaves), default=0) >= _LARGE:
         with suppress(ModuleNotFoundError):  # the tool may be missing
             return import_module("funcga.tools.fused.in_torch").run  # type: ignore[no-any-return]
-    return None
+    return run_backward

@@ -34,9 +34,8 @@ from torch_backend.engine.leaves import (
     OWN,
     Leaves,
     Own,
-    copied_leaves,
 )
-from torch_backend.engine.plan import Plan, plan_of, without_autocast
+from torch_backend.engine.plan import Plan, plan_of, run_backward, without_autocast
 from torch_backend.gradients import put_hooks, switched_off
 from torch_backend.modules import PureLoss
 from torch_backend.modules.visits import Visit
@@ -162,7 +161,8 @@ class Window(ExitStack):
                 leaves = [original.detach().requires_grad_() for original in present]
             except (RuntimeError, AttributeError, ValueError):
                 # Numbers, or tensors that were made in inference mode.
-                leaves = copied_leaves(present)
+                copies = [arrays.as_array(each).detach().clone() for each in present]
+                leaves = [copy.requires_grad_() for copy in copies]
             each = iter(leaves)
             spread = [None if original is None else next(each) for original in originals]
             found.trees[index] = trees.unflatten(structure, spread)
@@ -311,12 +311,8 @@ class Window(ExitStack):
                 if not watch.on_host:
                     task = watch.task_of(loss)
             with task, others, self.outside():
-                if self.plan.run is not None and self.may_fuse:
-                    self.plan.run(loss, cotangent, inputs, on_host)
-                else:
-                    engine = _private.ENGINE_ON_HOST if on_host else _private.ENGINE
-                    how = {"allow_unreachable": True, "accumulate_grad": True}
-                    engine((loss,), (cotangent,), False, False, inputs, **how)
+                run = self.plan.run if self.may_fuse else run_backward
+                run(loss, cotangent, inputs, on_host)
         except RuntimeError as error:
             if all(map(_REQUIRES_GRAD, leaves)):
                 raise
@@ -407,7 +403,7 @@ class Window(ExitStack):
         folding, gradient = self.sums.folding, self.gradient
         value = gradient.compose(loss, trees.detached(aux, True), [() for _ in self.plan.indices])
         assert folding.rest_outputs is not None
-        beside = folding.rest_outputs.leaves(value, f"micro-batch {self.sums.number}")
+        beside = folding.rest_outputs.leaves(value, f"micro-batch {self.sums.steps + 1}")
         moved = zip(folding.moved, gradients_in(moving), strict=True)
         passed, self.passed = self.passed, {}
         return {**dict(zip(folding.beside, beside, strict=True)), **dict(moved), **passed}

@@ -39,7 +39,8 @@ def adopted(
         leaves = [like if like is None else torch.empty_like(like, device=device) for like in likes]
         value = trees.unflatten(structure, leaves)
         if own is not None:  # the others say what theirs are like
-            value = _with_gradients(program, value, own)
+            *before, pair = value if program.watch is not None else (value,)
+            value = (*before, (pair[0], own)) if before else (pair[0], own)
         outputs, leaves = program.bind(value, arguments)
         return Folding(outputs), dict(enumerate(leaves))
 
@@ -60,14 +61,6 @@ def with_a_blank_row(arguments: Arguments) -> Arguments:
                 leaves[index] = leaves[index].new_zeros(shape)
         parts.append(part._replace(leaves=leaves))
     return replace(arguments, parts=tuple(parts))
-
-
-def _with_gradients(program: Any, result: Tree, grads: Tree) -> Tree:
-    """The result of a window, (value, gradients), with other gradients."""
-    if program.watch is None:
-        return result[0], grads
-    before, (value, _) = result
-    return before, (value, grads)
 
 
 def telling(programs: Sequence[Program], backend: Backend) -> AbstractContextManager[object] | None:

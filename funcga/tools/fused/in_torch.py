@@ -20,6 +20,7 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from torch_backend import _private, graphs
+from torch_backend.engine.plan import run_backward
 
 # Elements of a weight whose gradient is added in the backward pass. For a smaller one that takes
 # longer than the memory traffic that it saves: docs/concepts/cost.md.
@@ -77,7 +78,7 @@ def run(
         for use in uses:
             handles.append(use.node.register_prehook(partial(_add, tasks, use)))
             inputs.append(GradientEdge(use.node, 0))
-        _private.run_backward(root, cotangent, tuple(inputs), on_host)
+        run_backward(root, cotangent, tuple(inputs), on_host)
     finally:
         # A prehook holds its own node, and after an error no node may live on.
         for handle in handles:
