@@ -44,7 +44,7 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
     return summed(params, updates)
 
 
-PLAIN, _DTYPE = {torch.Tensor, nn.Parameter}, operator.attrgetter("dtype")
+_DTYPE = operator.attrgetter("dtype")
 
 
 def summed(params: Tree, updates: Tree, in_place: bool = False) -> Tree:
@@ -60,7 +60,7 @@ def summed(params: Tree, updates: Tree, in_place: bool = False) -> Tree:
                 "An update is a tensor of its parameter's shape, or None: updates, state = "
                 "tx.update(grads, state, params), of these params."
             )
-    is_plain = {*map(type, leaves), *map(type, additions)} <= PLAIN
+    is_plain = {*map(type, leaves), *map(type, additions)} <= trees.PLAIN
     # Inside of a loss that is differentiated, the sum is a part of it.
     with torch.set_grad_enabled(arrays.in_transform() and torch.is_grad_enabled()):
         if leaves and is_plain and [*map(_DTYPE, leaves)] == [*map(_DTYPE, additions)]:
@@ -157,7 +157,7 @@ def matched(tree: Tree, like: Tree, name: str) -> list[Tree]:
     the paths, for a key that only one of the two has.
     """
     # Parameters are usually a dict of tensors, which is matched much faster than a tree.
-    is_flat = type(like) is type(tree) is dict and {*map(type, like.values())} <= PLAIN
+    is_flat = type(like) is type(tree) is dict and {*map(type, like.values())} <= trees.PLAIN
     if is_flat and like.keys() == tree.keys():
         return [tree[key] for key in like]
     return subtrees(tree, like, trees, name)

@@ -16,11 +16,10 @@ from funcga._fold import Tally, largest, parts_of
 from funcga._fold.accumulator import Accumulation, AccumulatorState
 from funcga._types import Array, Reduced, Scalar
 from funcga.errors import FuncgaError
-from torch_backend import arrays
+from torch_backend import arrays, trees
 from torch_backend._private import pytree, storage_key
 from torch_backend.arrays import without_overlap
 from torch_backend.dtensor import as_dtensor, local_tensors
-from torch_backend.parameters import PLAIN
 from torch_backend.reduce import Reduction
 from torch_backend.replicas import Replicas
 from torch_backend.sums import Folding, Sums
@@ -183,7 +182,7 @@ def zeros_like(
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):
             dtype = (dtypes or {}).get(leaf.dtype, leaf.dtype)
-            if views and type(leaf) in PLAIN and leaf.numel() > 1:
+            if views and type(leaf) in trees.PLAIN and leaf.numel() > 1:
                 kind = dtype, leaf.device
                 if kind not in shared:
                     shared[kind] = torch.zeros((), dtype=dtype, device=leaf.device)

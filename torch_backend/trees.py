@@ -18,7 +18,7 @@ pytree.register_pytree_node(
     Mapped, lambda node: (node.values, node.kind), lambda values, kind: rebuilt(kind, values)
 )
 _LEAF = pytree.tree_structure(0)
-_TENSORS = {torch.Tensor, torch.nn.Parameter}
+PLAIN = {torch.Tensor, torch.nn.Parameter}
 
 
 # Typed, because 1 and True are equal, and are different keys.
@@ -37,7 +37,7 @@ def flatten(
         return [tree], _LEAF
     if (
         type(tree) is dict
-        and _TENSORS.issuperset(map(type, tree.values()))
+        and PLAIN.issuperset(map(type, tree.values()))
         and not torch.compiler.is_compiling()
     ):
         return [*tree.values()], _dict_of_leaves(*tree)

@@ -13,12 +13,11 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import nn
 
 from funcga._call.arguments import Argument, Arguments
 from funcga._grad import GradientFunction
 from funcga._types import Tree
-from torch_backend import _private
+from torch_backend import _private, trees
 from torch_backend.engine.guards import ON, recompute
 from torch_backend.engine.leaves import OWN, Leaves, Own, any_requires_grad
 from torch_backend.modules.checks import check_unfrozen
@@ -84,7 +83,6 @@ class Plans(dict[Any, Plan]):
 _SHAPE, _DTYPE, _LAYOUT, _IS_CPU, _IS_NESTED, _REQUIRES_GRAD = map(
     operator.attrgetter, ("shape", "dtype", "layout", "is_cpu", "is_nested", "requires_grad")
 )
-_DENSE = {torch.Tensor, nn.Parameter}
 
 
 def call_key(
@@ -97,7 +95,7 @@ def call_key(
     leaves = [*params.values(), *chain.from_iterable([leaves for leaves, _ in flat])]
     types, tensors = tuple(map(type, leaves)), leaves
     placements, hooked = tuple[object, ...](), tuple[bool, ...]()
-    if not _DENSE.issuperset(types):
+    if not trees.PLAIN.issuperset(types):
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         placements = tuple([getattr(leaf, "placements", None) for leaf in tensors])  # of DTensors
     kinds = [tuple(map(kind, tensors)) for kind in (_DTYPE, _IS_CPU, _LAYOUT, _REQUIRES_GRAD)]
@@ -117,6 +115,11 @@ def call_key(
 
 
 # --- making one
+
+
+def is_narrow(leaf: torch.Tensor) -> bool:
+    """Whether a gradient times a weight may overflow in this leaf's dtype."""
+    return leaf.dtype.itemsize == 1 or leaf.dtype is torch.float16
 
 
 def plan_of(
@@ -139,8 +142,7 @@ def plan_of(
     leaves = leaves_of(whole, [part.value for part in parts])
     inputs, originals = leaves.inputs, leaves.originals
     hooked = any(_private.hooks_of(each) or _private.acts_on_grad(each) for each in originals)
-    # A gradient times a weight may overflow in these.
-    narrow = [leaf for leaf in inputs if leaf.dtype.itemsize == 1 or leaf.dtype is torch.float16]
+    may_weigh = not (gradient.scaled or moving)
     plan = Plan(
         indices=indices,
         count=len(parts),
@@ -149,7 +151,7 @@ def plan_of(
         hooked=hooked,
         watches=ON and own is None and any_requires_grad(originals),
         autocast=autocasting(),
-        takes_weights=not (gradient.scaled or moving or narrow),
+        takes_weights=may_weigh and not any(map(is_narrow, inputs)),
         on_host=all(map(_IS_CPU, inputs)),
         run=run_of(inputs, hooked),
         seen=recompute.none_seen((gradient, own and own.module)),

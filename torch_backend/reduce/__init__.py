@@ -13,7 +13,7 @@ Design note: docs/concepts/inside_replicas.md.
 """
 
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -112,10 +112,7 @@ class Reduction:
             if not any(report.digest for report in reports):
                 raise nothing_to_fold()
             self.agreement = self.history.agree(self.agreement, rebuild, reports)
-        # If all replicas have one unit, as with equal weights, nothing is rescaled. Otherwise the
-        # unit is a power of two, and a sum is rounded once at most.
-        units = {report.unit for report in reports} - {0.0} or {1.0}
-        self.unit = units.pop() if len(units) == 1 else power_below(max(units))
+        self.unit = _unit_of(reports)
         return True
 
     def _report(self, agreement: Agreement | None = None, **said: Any) -> Report:
@@ -265,6 +262,14 @@ class Reduction:
         if not mark.is_cpu:
             unknown = torch.where(mark != 0, float("nan"), 0.0)
             self.sums.total = self.sums.total + unknown.to(torch.float64)
+
+
+def _unit_of(reports: Sequence[Report]) -> float:
+    """The unit of the sums of all replicas."""
+    # If all replicas have one unit, as with equal weights, nothing is rescaled. Otherwise the unit
+    # is a power of two, and a sum is rounded once at most.
+    units = {report.unit for report in reports} - {0.0} or {1.0}
+    return units.pop() if len(units) == 1 else power_below(max(units))
 
 
 def _portable(leaf: object) -> object:

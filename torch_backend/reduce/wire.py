@@ -51,12 +51,7 @@ class Addition:
             torch.view_as_real(array.resolve_conj()) if array.is_complex() else array
             for array in arrays
         ]
-        # Real dtypes. Scalars, such as the loss, and counts are never rounded.
-        reals = [array.dtype.to_real() for array in arrays]
-        self.dtypes = [
-            (replicas.wire_dtype or real) if array.ndim and real.is_floating_point else real
-            for array, real in zip(arrays, reals, strict=True)
-        ]
+        self.dtypes = [_dtype_sent(array, replicas.wire_dtype) for array in arrays]
         self.messages = self._messages(replicas.bucket_bytes)
         # The last message tells an error by a mark. It is copied with all of that one, so that is
         # the smallest.
@@ -112,6 +107,13 @@ class Addition:
                 total = total if leaf in folding.grads else total.clone()
             self.sums.of[leaf] = total
         return counts, mark
+
+
+def _dtype_sent(array: torch.Tensor, wire_dtype: torch.dtype | None) -> torch.dtype:
+    """The real dtype that an array travels in."""
+    # Scalars, such as the loss, and counts are never rounded.
+    real = array.dtype.to_real()
+    return (wire_dtype or real) if array.ndim and real.is_floating_point else real
 
 
 def _restored(

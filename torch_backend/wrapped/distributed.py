@@ -51,9 +51,9 @@ class Distributed(Window):
             # Collectives of the loss add cotangents of several replicas, which have to be in one
             # unit.
             sums.unit, sums.unit_is_fixed = 1.0, True
+        grads = [self.leaves.trees[index] for index in self.plan.indices]
+        like = self.gradient.compose(loss, trees.detached(aux, True), grads)
         for merge in self.merges:
-            grads = [self.leaves.trees[index] for index in self.plan.indices]
-            like = self.gradient.compose(loss, trees.detached(aux, True), grads)
             merge.propose(sums, dict(enumerate(trees.flatten(like)[0])))
         return sums
 
