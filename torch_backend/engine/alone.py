@@ -41,9 +41,8 @@ def value_of(
     key = call_key(None if own is None else own.params, flat, tuple(kwargs))
     plans = gradient.memory.keep(Plans)
     plan: Plan | None = plans.get(key)
-    parts = [Argument(arg, [], [], None) for arg in args]  # none is split
-    arguments = Arguments(tuple(parts), gradient, backend)
-    with Alone(None, gradient, backend, arguments, plan, own) as window:
+    parts = tuple([Argument(arg, [], [], None) for arg in args])  # none is split
+    with Alone(None, gradient, backend, Arguments(parts, gradient, backend), plan, own) as window:
         arguments, kwargs = window.prepared(window.arguments, kwargs)
         with window.passes():
             window.fold(tuple([part.value for part in arguments.parts]), kwargs, 1, True)

@@ -162,7 +162,7 @@ class Window(ExitStack):
             except (RuntimeError, AttributeError, ValueError):
                 # Numbers, or tensors that were made in inference mode.
                 copies = [arrays.as_array(each).detach().clone() for each in present]
-                leaves = [*map(torch.Tensor.requires_grad_, copies)]
+                leaves = [copy.requires_grad_() for copy in copies]
             each = iter(leaves)
             spread = [None if original is None else next(each) for original in originals]
             found.trees[index] = trees.unflatten(structure, spread)
