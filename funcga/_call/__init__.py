@@ -2,7 +2,7 @@
 options, checked.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -105,8 +105,7 @@ class Program:
     @cached_property
     def is_exact(self) -> bool:
         """Whether a fold reads bits, as reproducible() does."""
-        of_any = [fold for backend in load_imported() for fold in self.folds(backend)]
-        return any(fold.reducer.of_bits for fold in of_any)
+        return _is_exact(self.fold)
 
     def folds(self, backend: Backend) -> list[Fold]:
         """The Folds in the tree of folds."""
@@ -239,6 +238,16 @@ def backend_of_call(function: GradFn, args: tuple[Any, ...], kwargs: dict[str, A
     """The backend that owns the arrays of a call of a function."""
     names = lambda: [*argument_names(function, len(args)), *kwargs]  # for errors alone
     return backend_of([*args, *kwargs.values()], names)
+
+
+def _is_exact(folds: Tree) -> bool:
+    """Whether a fold in a tree of folds reads bits, as reproducible() does."""
+    # Without a framework: keys that one of them cannot sort may be a tree of the other.
+    if isinstance(folds, Fold):
+        return folds.reducer.of_bits
+    if isinstance(folds, Mapping):
+        folds = [*folds.values()]
+    return isinstance(folds, tuple | list) and any(map(_is_exact, folds))
 
 
 def owner_of(grad_fn: GradFn) -> OwningGradient | None:
