@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from funcga._backend import Backend
@@ -48,7 +47,7 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
         job, flat = source.program, [*map(trees.flatten, args)]
         key, plan = None, None
         if source.gradient is not None:
-            key = call_key(source.params, flat, tuple(kwargs))
+            key = call_key(source.own, flat, tuple(kwargs))
             plan = plans.get(key) if isinstance(plans, Plans) else None
         if job.prologue is not None:
             kwargs = begin(job, backend, args, kwargs)
@@ -140,7 +139,7 @@ def stream(program: Program, backend: Backend) -> Callable[..., Any]:
                 if window is None:
                     state = [_owned(leaf) for leaf in arguments.state]
                     if source.gradient is not None:
-                        key = call_key(source.params, flat, tuple(kwargs), len(arguments.parts))
+                        key = call_key(source.own, flat, tuple(kwargs), len(arguments.parts))
                         plan = plans.get(key)
                     window = stack.enter_context(source.window(arguments, plan))
                 arguments, named = window.prepared(arguments, kwargs)
@@ -215,7 +214,6 @@ class Source:
     gradient: GradientFunction | None = None
     own: Own | None = None
     wrapped: Any = None  # a WrappedGradient, or that of a pipeline
-    params: dict[str, nn.Parameter] | None = None
     compiled: Any = None
 
     def __init__(self, program: Program, backend: Backend):
@@ -237,7 +235,6 @@ class Source:
             if grad_fn.kind != MODULE:
                 self.wrapped, self.may_be_short = grad_fn, True
             self.own, self.gradient = grad_fn.own_in(program.memory), grad_fn
-            self.params = self.own.params
         elif isinstance(grad_fn, GradientFunction) and not arrays.in_transform():
             self.gradient = grad_fn
 

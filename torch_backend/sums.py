@@ -155,7 +155,7 @@ class Sums:
             return 1.0
         is_held = weight <= self.unit and arrays.is_power_of_two(weight / self.unit)
         if not (is_held or self.unit_is_fixed):
-            self.hold_in(2 * power_below(max(float(weight), self.unit)))
+            self.hold_in(power_above(max(float(weight), self.unit)))
         return float(weight / self.unit)
 
     def hold_in(self, unit: float) -> None:
@@ -260,6 +260,7 @@ class Sums:
         return folding.folds[index].normalize(reduced, tally)
 
 
-def power_below(number: float) -> float:
-    """The greatest power of two that is not above a positive number."""
-    return math.ldexp(1.0, math.frexp(number)[1] - 1)
+def power_above(number: float) -> float:
+    """The smallest power of two that is not below a positive number."""
+    mantissa, exponent = math.frexp(number)
+    return math.ldexp(1.0, exponent - (mantissa == 0.5))

@@ -38,7 +38,7 @@ def value_of(
     flat = [*map(trees.flatten, (*args, *kwargs.values()))]
     if may_record and any(any_requires_grad(leaves) for leaves, _ in flat):
         return gradient.bound(backend)(*args, **kwargs)
-    key = call_key(None if own is None else own.params, flat, tuple(kwargs))
+    key = call_key(own, flat, tuple(kwargs))
     plans = gradient.memory.keep(Plans)
     plan: Plan | None = plans.get(key)
     parts = tuple([Argument(arg, [], [], None) for arg in args])  # none is split

@@ -5,7 +5,7 @@ It keeps no tensor and no module alive.
 """
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -86,12 +86,12 @@ _SHAPE, _DTYPE, _LAYOUT, _IS_CPU, _IS_NESTED, _REQUIRES_GRAD = map(
 
 
 def call_key(
-    params: Mapping[str, torch.Tensor] | None,
+    own: Own | None,
     flat: Sequence[tuple[list[Any], Any]],
     *others: object,
 ) -> object:
-    """The structure of a call with these arguments, and the parameters of a module, if any."""
-    params = params or {}
+    """The structure of a call with these arguments, and the own parameters of a module, if any."""
+    params = {} if own is None else own.params
     leaves = [*params.values(), *chain.from_iterable([leaves for leaves, _ in flat])]
     types, tensors = tuple(map(type, leaves)), leaves
     placements, hooked = tuple[object, ...](), tuple[bool, ...]()

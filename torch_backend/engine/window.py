@@ -50,7 +50,7 @@ class Window(ExitStack):
     `leaves` last as long, and `inputs` are these in order. Arguments that are split have leaves of
     their own in each micro-batch, `moving`: the last ones stand among the `leaves`, too. `plan`:
     the one that is known, or a new one, which the first loss completes. `versions`: those of the
-    leaves, which nobody may write to. All of these are set on entering, and:
+    leaves, which nobody may write to. All of these are set on entering; of the others it says when.
     """
 
     watch: recompute.Watch | None = None  # looks at modules that run in backward passes
@@ -77,13 +77,14 @@ class Window(ExitStack):
     # and their share is exact, so that sums in this unit are means: nothing is left to divide.
     # Taken back by `_bind`, where sums are no such means.
     even: tuple[float, float | None] = 0.0, None
-    hooked = False  # whether a leaf has hooks of the user's; set by `_bind`
+    # Whether a leaf has hooks of the user's, and a cotangent may be a weight: set by `_bind`.
+    hooked = may_weigh = False
     # What the last pass started from, and its type, dtype, device, value; set by `backward`.
     cotangent: tuple[tuple[object, ...], Any] = (), None
     writes = 0  # set after each pass: how much has been added to the `.grad`s
     begun = False  # whether each of the inputs has its sum as its `.grad`
     unreached = False  # whether a loss reached no leaf, though it should have; set by passes
-    watching: Any = None  # set by `folding_of`, with the first loss: what measures the gradients
+    observer: Any = None  # set by `folding_of`, with the first loss: what measures the gradients
 
     def __init__(
         self,
@@ -235,8 +236,8 @@ class Window(ExitStack):
             sums.add_loss(loss, folding.loss_alone, weight, share)
             return
         values = self._rest(loss, aux, moving)
-        if self.watching is not None:
-            values.update(self.watching.measures(values, weight, seed))
+        if self.observer is not None:
+            values.update(self.observer.measures(values, weight, seed))
         sums.add(values, weight)
 
     def _add_gradients(
@@ -329,8 +330,7 @@ class Window(ExitStack):
 
     def _takes(self, seed: float, dtype: torch.dtype) -> bool:
         """Whether the cotangent of a pass may be this weight."""
-        may_weigh = self.plan.takes_weights and not (self.plan.autocast or self.hooked)
-        return may_weigh and arrays.represents_exactly(dtype, seed)
+        return self.may_weigh and arrays.represents_exactly(dtype, seed)
 
     # --- what becomes of the output
 
@@ -343,8 +343,8 @@ class Window(ExitStack):
         sums = Sums(plan.folding if is_known else bound.folding_of(self, loss, aux))
         folding = sums.folding
         are_means = folding.lends and folding.are_weighted and not folding.normalized
-        may_weigh = plan.takes_weights and not (plan.autocast or self.hooked)
-        if not (are_means and may_weigh):
+        self.may_weigh = plan.takes_weights and not (plan.autocast or self.hooked)
+        if not (are_means and self.may_weigh):
             self.even = 0.0, None
         elif self.even[1] is not None:
             sums.unit, _ = self.even
@@ -435,11 +435,13 @@ class Window(ExitStack):
         inputs = self.inputs
         if self.own is None and not all(map(_REQUIRES_GRAD, inputs)):
             raise switched_off()
-        if self.watching is not None:
-            self.watching.end()
+        if self.observer is not None:
+            self.observer.end()
         is_written = [*map(_private.version, inputs)] != self.versions
-        if ON and (is_written or self.own is not None or self.visits is not None):
-            unchanged.check(self, is_written)
+        if ON and is_written:
+            unchanged.check_parameters(self)
+        if ON and (self.own is not None or self.visits is not None):
+            unchanged.check_module(self)
         if self.unreached and not self.gradient.reached:
             raise self.gradient.unreached(self.plan.count)
 

@@ -33,7 +33,7 @@ from torch_backend.reduce.header import (
 )
 from torch_backend.reduce.wire import Addition, gather
 from torch_backend.replicas import InTurn, Replicas, replicas_of
-from torch_backend.sums import Sums, power_below
+from torch_backend.sums import Sums, power_above
 
 
 class Reduction:
@@ -269,7 +269,7 @@ def _unit_of(reports: Sequence[Report]) -> float:
     # If all replicas have one unit, as with equal weights, nothing is rescaled. Otherwise the unit
     # is a power of two, and a sum is rounded once at most.
     units = {report.unit for report in reports} - {0.0} or {1.0}
-    return units.pop() if len(units) == 1 else power_below(max(units))
+    return units.pop() if len(units) == 1 else power_above(max(units))
 
 
 def _portable(leaf: object) -> object:

@@ -26,7 +26,9 @@ from funcga._types import Array, Scalar, Tree
 from funcga.errors import FuncgaError
 from funcga.folds import mean
 from torch_backend import _private, arrays, trees
+from torch_backend.engine.guards import ON
 from torch_backend.engine.guards.grads import gradients_aside
+from torch_backend.engine.guards.unchanged import check_parameters
 from torch_backend.engine.leaves import OWN
 from torch_backend.engine.window import Window
 from torch_backend.modules.layers import buffers_of, put_back
@@ -224,8 +226,8 @@ class WrappedWindow(Window):
             sums.add_loss(loss, index, weight, sums.share(weight))
             return
         values = self._rest(loss, aux, ())
-        if self.watching is not None:
-            values.update(self.watching.measures(values, weight, self.seed))
+        if self.observer is not None:
+            values.update(self.observer.measures(values, weight, self.seed))
         sums.add(values, weight)
 
     def _meet(self, last: bool, is_known: bool = False) -> bool:
@@ -364,6 +366,8 @@ class WrappedWindow(Window):
         """
         sums, skip = self.sums, self.program.skip
         assert sums is not None
+        if ON:
+            check_parameters(self)
         with torch.no_grad():
             self.take_gradients()
             if skip is not None:

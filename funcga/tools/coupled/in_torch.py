@@ -162,7 +162,7 @@ def _in_two_passes(
         return (total, threaded) if threads else total
 
     source, plans = summary.source(inner_product, threads), job.second.memory.keep(Plans)
-    key = call_key(source.params, [*map(trees.flatten, args)], tuple(kwargs))
+    key = call_key(source.own, [*map(trees.flatten, args)], tuple(kwargs))
     weights, put_back = weights_of(job.program, arguments, cuts, take), owner.snapshot()
     # Begun before the first pass, as no forward pass in it makes a wrapped module synchronise.
     with source.window(arguments, plans.get(key)) as window:

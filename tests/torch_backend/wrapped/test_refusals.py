@@ -203,6 +203,7 @@ PURE = "funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn))"
 OUTER = (
     'sync="outer" was asked of {}, which has no outer mesh to all-reduce over. It is for fully_shard with a mesh of two'
 )
+WRITTEN = "a parameter was changed in place during the window, by loss_fn or by another thread"
 APART = (
     "`{}` is trained and is not among what {} reduces, as only other parts of the module are wrapped, or it was ignored: "
     "replicas would drift apart. Wrap the whole module, or freeze it: parameter.requires_grad_(False)."
@@ -226,7 +227,28 @@ def failed_outside(group):
     return step_of(module)(x, y)
 
 
+def written_to(group, wrapper):
+    """By an optimizer, between two micro-batches; a stream is one item ahead."""
+    module = WRAPPERS[wrapper](group, made())
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    x, y = rows(group)
+
+    def items():
+        yield x, y
+        yield x, y
+        for p in module.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        optimizer.zero_grad()
+        yield x, y
+
+    funcga.stream(module_value_and_grad(module, mean_square))(items())
+
+
 REFUSED = {
+    "written to, ddp": ((written_to, "ddp"), WRITTEN),
+    "written to, fsdp2": ((written_to, "fsdp2"), WRITTEN),
+    "written to, replicate": ((written_to, "replicated"), WRITTEN),
     "outer, ddp": ((outer, "ddp"), OUTER.format("DistributedDataParallel")),
     "outer, fsdp1": ((outer, "fsdp1"), OUTER.format("FullyShardedDataParallel")),
     "outer, fsdp2": ((outer, "fsdp2"), OUTER.format("fully_shard")),

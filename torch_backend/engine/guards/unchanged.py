@@ -8,12 +8,10 @@ from funcga.errors import FuncgaError
 from torch_backend import _private
 
 
-def check(window: Any, is_written: bool) -> None:
-    """Raises FuncgaError if a Window has changed a parameter, or the module. `is_written`: whether
-    a leaf was written to.
-    """
-    own, visits, written_to = window.own, window.visits, set[int]()
-    for leaf, version in zip(window.inputs, window.versions, strict=True) if is_written else ():
+def check_parameters(window: Any) -> None:
+    """Raises FuncgaError if a parameter was written to since a Window has begun."""
+    own, written_to = window.own, set[int]()
+    for leaf, version in zip(window.inputs, window.versions, strict=True):
         if _private.version(leaf) != version:
             written_to.add(id(leaf))
     if written_to and own is not None:
@@ -26,6 +24,11 @@ def check(window: Any, is_written: bool) -> None:
             "the gradients of its micro-batches were taken at different parameter values. Write to "
             "a copy, `p = p + ...`, and update the parameters when the window is done."
         )
+
+
+def check_module(window: Any) -> None:
+    """Raises FuncgaError if a module is not the one that a Window has begun with."""
+    own, visits = window.own, window.visits
     is_same = own is None or own.walk.trainable(own.module)[1] is own.params
     if visits is not None:
         is_same = visits.parts.are_same()
