@@ -308,7 +308,7 @@ def empty(outputs: Outputs, accumulators: Sequence[Reduced], replicas: Any = Non
     return Accumulation(outputs, accumulators, tally, unit, rejected, replicas=replicas)
 
 
-class Folding:
+class StateFolding:
     """A fold of values, or of gradients, which are named by their "params"."""
 
     # A tool that folds more beside gradients says how many leaves stand before theirs. It also has
@@ -390,8 +390,8 @@ class Accumulator:
     fold: FoldTree = field(default_factory=mean)
 
     @cached_property
-    def _folding(self) -> Folding:
-        return Folding(self.fold)
+    def _folding(self) -> StateFolding:
+        return StateFolding(self.fold)
 
     def init(self, like: Tree) -> AccumulatorState:
         """The state of nothing folded.

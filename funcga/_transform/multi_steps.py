@@ -17,7 +17,7 @@ from funcga._backend.dispatch import backend_of, load_imported
 from funcga._call import Memory, Program
 from funcga._call.supported import ANY, check_supported
 from funcga._fold import check_weight
-from funcga._fold.accumulator import Accumulation, AccumulatorState, Folding, empty
+from funcga._fold.accumulator import Accumulation, AccumulatorState, StateFolding, empty
 from funcga._replicas import step_of
 from funcga._tools import load
 from funcga._transform import Traits, Transform, optax_if_used, wrapped_transform
@@ -306,7 +306,7 @@ def multi_steps(
     read = wrapped_transform(tx)
     memory = Memory(None if across is None else step_of(read.update))
     program = Program(read.update, fold, across=across, memory=memory)
-    folding, traits, skip = Folding(fold, "params"), traits_of(read), None
+    folding, traits, skip = StateFolding(fold, "params"), traits_of(read), None
     if observe is not None:
         observed = load("observe", "observe=").ObservedFolding
         folding = observed(fold, observe, traits.scales)
@@ -340,7 +340,7 @@ class MultiStepsUpdate(UpdateFunction):
 
     tx: Transform
     n: WindowSize
-    folding: Folding
+    folding: StateFolding
     skip: Any  # of the tool that leaves micro-batches out: which ones, and what becomes of a window
     program: Program  # what replicas merge
     donate: bool

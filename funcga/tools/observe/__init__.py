@@ -18,7 +18,7 @@ from funcga._backend.prefixes import paths_and_leaves
 from funcga._call import Program
 from funcga._call.arguments import Arguments
 from funcga._fold import accumulator_dtype
-from funcga._fold.accumulator import Accumulation, Folding
+from funcga._fold.accumulator import Accumulation, StateFolding
 from funcga._fold.outputs import Outputs, broadcast_folds
 from funcga._tools import load
 from funcga._types import Array, GradFn, Scalar, Structure, Tree
@@ -301,7 +301,7 @@ def _locate(leaves: Sequence[Any], params: Tree, backend: Backend, numbered: Tre
 # --- multi_steps
 
 
-class ObservedFolding(Folding):
+class ObservedFolding(StateFolding):
     """The fold of (measures, gradients) in the state of a `multi_steps`."""
 
     readings: Readings  # set by `bind`, of gradients like those of the last call

@@ -3,6 +3,8 @@
 A reentrant checkpoint does. A pass that is restricted to the leaves skips such a function silently
 if none of its inputs leads to a leaf, and some functions refuse a restricted pass. So the whole
 pass is run, as in a loop by hand, and no leaf but the window's has another `.grad` afterwards.
+
+The same look at a graph tells whether the loss leads to a leaf at all.
 """
 
 from collections.abc import Iterator, Sequence
