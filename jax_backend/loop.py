@@ -397,7 +397,7 @@ def _finished(program: Program, outputs: Outputs, folded: Folded, kwargs: Kwargs
         parts = program.skip.in_jax.unless_rejected(outputs, folded, *parts)
     result = outputs.join(*parts)
     if program.watch is not None:
-        result = program.watch.observed(program, outputs.backend, result, kwargs)
+        result = program.watch.completed(program, outputs.backend, result, kwargs)
     # Raises FuncgaError, which names the leaf, for a result that is lost where the host sees it.
     lost: list[jax.Array] = []
     for (leaf_index, fold), reduced in zip(outputs.reduced.items(), folded.reduced, strict=True):

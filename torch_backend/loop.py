@@ -72,7 +72,7 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
             new = window.plan.with_cuts(arguments, cuts, take)
             program.memory.keep(Plans).put(key, new)
         if job.watch is not None:
-            return job.watch.observed(job, backend, result, kwargs, None if cuts else arguments)
+            return job.watch.completed(job, backend, result, kwargs, None if cuts else arguments)
         return result
 
     is_compiled = "torch._dynamo" in sys.modules  # something may be
@@ -161,7 +161,7 @@ def stream(program: Program, backend: Backend) -> Callable[..., Any]:
         if nothing is None and key is not None and window.plan is not plan:
             plans.put(key, window.plan)
         if job.watch is not None:
-            return job.watch.observed(job, backend, result, kwargs, nothing)
+            return job.watch.completed(job, backend, result, kwargs, nothing)
         return result
 
     is_compiled = "torch._dynamo" in sys.modules  # something may be

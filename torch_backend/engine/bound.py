@@ -25,8 +25,8 @@ def folding_of(window: Any, loss: torch.Tensor, aux: Tree) -> Folding:
     aux = trees.detached(aux, True)
     if program.watch is not None:
         readings = program.watch.readings(program, gradient.compose(loss, aux, grads), arguments)
-        observed = readings.tool.ObservedGradient(readings, gradient, loss)
-        gradient = window.gradient = window.observer = observed
+        measured = readings.tool.ObservedGradient(readings, gradient, loss)
+        gradient = window.gradient = window.measuring = measured
         window.callback(gradient.end)
     outputs, leaves = program.bind(gradient.compose(loss, aux, grads), arguments)
     check_dense(gradient, dict(zip(indices, grads, strict=True)))
@@ -49,7 +49,7 @@ def folding_of(window: Any, loss: torch.Tensor, aux: Tree) -> Folding:
         with_loss=gradient.with_value,
         may_be_wide=window.own is None and not any(map(is_dtensor, window.inputs)),
     )
-    may_differ = gradient.has_aux or window.plan.moving or window.observer is not None
+    may_differ = gradient.has_aux or window.plan.moving or window.measuring is not None
     if type(loss) is torch.Tensor and not may_differ:
         window.plan = replace(window.plan, folding=folding, loss_dtype=loss.dtype)
     return folding

@@ -84,7 +84,7 @@ class Window(ExitStack):
     writes = 0  # set after each pass: how much has been added to the `.grad`s
     begun = False  # whether each of the inputs has its sum as its `.grad`
     unreached = False  # whether a loss reached no leaf, though it should have; set by passes
-    observer: Any = None  # set by `folding_of`, with the first loss: what measures the gradients
+    measuring: Any = None  # set by `folding_of`, with the first loss: what measures the gradients
 
     def __init__(
         self,
@@ -236,8 +236,8 @@ class Window(ExitStack):
             sums.add_loss(loss, folding.loss_alone, weight, share)
             return
         values = self._rest(loss, aux, moving)
-        if self.observer is not None:
-            values.update(self.observer.measures(values, weight, seed))
+        if self.measuring is not None:
+            values.update(self.measuring.measures(values, weight, seed))
         sums.add(values, weight)
 
     def _add_gradients(
@@ -435,8 +435,8 @@ class Window(ExitStack):
         inputs = self.inputs
         if self.own is None and not all(map(_REQUIRES_GRAD, inputs)):
             raise switched_off()
-        if self.observer is not None:
-            self.observer.end()
+        if self.measuring is not None:
+            self.measuring.end()
         is_written = [*map(_private.version, inputs)] != self.versions
         if ON and is_written:
             unchanged.check_parameters(self)

@@ -226,8 +226,8 @@ class WrappedWindow(Window):
             sums.add_loss(loss, index, weight, sums.share(weight))
             return
         values = self._rest(loss, aux, ())
-        if self.observer is not None:
-            values.update(self.observer.measures(values, weight, self.seed))
+        if self.measuring is not None:
+            values.update(self.measuring.measures(values, weight, self.seed))
         sums.add(values, weight)
 
     def _meet(self, last: bool, is_known: bool = False) -> bool:

@@ -74,7 +74,7 @@ class Observers:
         outputs, leaves = replace(plain, fold=(folds, program.fold)).bind(value, arguments)
         return replace(outputs, before=len(folds)), leaves
 
-    def observed(
+    def completed(
         self,
         program: Program,
         backend: Backend,
