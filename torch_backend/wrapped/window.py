@@ -375,8 +375,8 @@ class WrappedWindow(Window):
             # The wrapper has merged the gradients already.
             for merge in self.merges:
                 merge.merge()
-            if skip is not None:
-                return skip.in_torch.result_of(sums, self.before)
             if not sums.steps:
                 raise nothing_to_fold()
+            if skip is not None:
+                return skip.in_torch.result_of(sums, self.before)
             return sums.result()

@@ -604,3 +604,22 @@ def test_casts_of_autocast_from_before_an_update():
         value, _ = step(x)
     with torch.autocast("cpu", torch.bfloat16):
         torch.testing.assert_close(value, loss(module, x).detach(), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("with_value", [False, True])
+def test_many_micro_batches_of_uneven_weights(with_value):
+    """Shares that are no powers of two keep the unit of the sums."""
+    generator = torch.Generator().manual_seed(0)
+    w = torch.randn(3, generator=generator, dtype=torch.float64)
+    pieces = [torch.randn(3 + 2 * (i % 2), 3, generator=generator, dtype=torch.float64) for i in range(160)]
+    leaf = w.clone().requires_grad_()
+    expected = (torch.cat(pieces) @ leaf).square().mean()
+    (gradient,) = torch.autograd.grad(expected, leaf)
+    loss = lambda w, x: (x @ w).square().mean()
+    narrow = [(piece.float(),) for piece in pieces]
+    if with_value:
+        value, found = funcga.stream(funcga.value_and_grad(loss))(w.float(), narrow)
+        torch.testing.assert_close(value.double(), expected.detach(), rtol=1e-6, atol=0)
+    else:
+        found = funcga.stream(funcga.grad(loss))(w.float(), narrow)
+    torch.testing.assert_close(found.double(), gradient, rtol=1e-5, atol=1e-6)

@@ -246,6 +246,9 @@ def written_to(group, wrapper):
 
 
 REFUSED = {
+    "no rows anywhere, drop": (
+        (lambda group: step_of(ddp(group, made()), drop="window")(*[each[:0] for each in rows(group)]),),
+        "no replica has a micro-batch to fold"),
     "written to, ddp": ((written_to, "ddp"), WRITTEN),
     "written to, fsdp2": ((written_to, "fsdp2"), WRITTEN),
     "written to, replicate": ((written_to, "replicated"), WRITTEN),
