@@ -98,6 +98,8 @@ def run_window(
 ) -> Tree:
     """The result of a window of the micro-batches that are cut from prepared arguments."""
     state = arguments.state and [_owned(leaf) for leaf in arguments.state]
+    if take is None and window.program.is_exact:
+        take = _copied_rows
     views = views_of(arguments, cuts, state, take)
     with window.passes(weights):
         for number, (view, weight) in enumerate(zip(views, weights, strict=True), 1):
@@ -291,9 +293,7 @@ def cut(
     folds = program.folds(backend)
     if arguments.state or not all(fold.reducer.monoid.collective for fold in folds):
         devices = 1
-    take = _copied_rows if program.is_exact else None
-    if devices > 1:
-        take = partial(local_rows, devices)
+    take = partial(local_rows, devices) if devices > 1 else None
     sizes = program.split.groups(rows // devices, devices) if rows else []
     return arguments, starts([(count, each * devices) for count, each in sizes]), take
 

@@ -29,10 +29,10 @@ def restriction(
     of the pass).
     """
     found = graphs.reach(loss, {*map(id, leaves)})
-    if not (found.own or found.custom):
-        window.unreached = True
-    elif not window.gradient.reached:
+    if found.own or found.custom:
         window.gradient.reached.add(True)
+    else:
+        window.unreached = True
     if window.runs_whole or found.custom:
         return (), _others_aside(window, found, leaves)
     return leaves, nullcontext()
