@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 # What every call of `accumulate` needs is imported here.
 from funcga import monoids, normalizers, reducers
-from funcga._accumulate import accumulate
+from funcga._accumulate import accumulate, stream
 from funcga._call.arguments import CARRY
 from funcga._grad import grad, value_and_grad
-from funcga._stream import stream, windows
 from funcga._tools import later
+from funcga._transform.window_size import windows
 from funcga.errors import FuncgaError
 from funcga.folds import Fold, carry, concat, logsumexp, mean, moments, per_weight, pooled, ratio
 from funcga.folds import max as max

@@ -1,8 +1,10 @@
-"""`accumulate`: the fold over the micro-batches that a batch is split into."""
+"""`accumulate`: the fold over the micro-batches that a batch is split into; `stream`: the same fold
+over any iterable of micro-batches.
+"""
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
@@ -14,12 +16,14 @@ from funcga._call import (
     owner_of,
     read_program,
     read_split,
+    telling,
 )
 from funcga._call.arguments import Split
 from funcga._call.supported import ANY, check_supported
 from funcga._grad import GradientFunction
 from funcga._tools import load
 from funcga._types import Across, P, R, Tree, WeightFn
+from funcga.errors import FuncgaError
 from funcga.folds import FoldTree, mean
 
 if TYPE_CHECKING:
@@ -147,14 +151,14 @@ def accumulate(
     """
     searches = n == "auto" and microbatch_size is None
     split = Split() if searches else read_split(n, microbatch_size, ', or n="auto"')
-    program = read_program(grad_fn, fold, weight, in_axes, across, split)
+    program, counting = read_program(grad_fn, fold, weight, in_axes, across, split), None
     given = totals, observe, drop, drop_if
     if searches or given.count(None) < len(given):
-        program = compose(program, *given, searches=searches)
-    search = load("plan.search", 'n="auto"').Search(program) if searches else None
-    is_told = (
-        program.is_told
-    )  # torch.compile may trace a call, but not what is cached at the first one
+        program, counting = _composed(program, *given, searches)
+    search = load("plan.search", 'n="auto"').Search(program, counting) if searches else None
+    programs = [program] if counting is None else [counting, program]
+    # torch.compile may trace a call, but not what is cached at the first one.
+    is_told = program.is_told
     # A gradient function has no name of its own to copy.
     is_object = isinstance(grad_fn, GradientFunction | OwningGradient)
     names = () if is_object else ("__doc__", "__name__", "__qualname__")
@@ -162,31 +166,164 @@ def accumulate(
     @functools.wraps(grad_fn, assigned=names, updated=())
     def accumulated(*args: Any, **kwargs: Any) -> Any:
         """The fold of grad_fn over the micro-batches that the arguments are split into."""
-        with program.telling() if is_told else nullcontext():
+        with telling(*programs) if is_told else nullcontext():
             # The arrays of each call determine the framework.
             backend = backend_of_call(grad_fn, args, kwargs)
             if search is None:
-                return backend.loop.accumulate(program, backend)(args, kwargs)
+                return (counting or backend.loop).accumulate(program, backend)(args, kwargs)
             this().n, result = search(backend, args, kwargs)  # type: ignore[union-attr]
             return result
 
     # Not a name of the closure, which would be a cycle that keeps grad_fn, and its module, alive.
     this = weakref.ref(accumulated)
     # For code that wraps the step, and for tools that inspect it.
-    accumulated.program = program  # type: ignore[attr-defined]
+    accumulated.program, accumulated.counting = program, counting  # type: ignore[attr-defined]
     return accumulated
 
 
-def compose(
+@overload
+def stream(
+    grad_fn: Callable[..., R],
+    *,
+    observe: None = None,
+    device: object = None,
+    **options: Unpack[Options],
+) -> Callable[..., R]: ...
+@overload
+def stream(
+    grad_fn: Callable[..., R],
+    *,
+    observe: "ObserverTree",
+    device: object = None,
+    **options: Unpack[Options],
+) -> Callable[..., tuple[R, Any]]: ...
+def stream(
+    grad_fn: Callable[..., Any],
+    *,
+    fold: FoldTree = mean(),  # noqa: B008 - a frozen value
+    weight: WeightFn | None = None,
+    in_axes: Tree = None,
+    across: Across = None,
+    totals: TotalsFn | None = None,
+    observe: "ObserverTree | None" = None,
+    drop: DropScope | None = None,
+    drop_if: DropTest | None = None,
+    device: object = None,
+) -> Callable[..., Any]:
+    """A function `f(params, microbatches)`: grad_fn folded over an iterable of micro-batches.
+
+    `microbatches` is a DataLoader, a generator or a list. It is read one micro-batch at a time. The
+    result is divided by what was folded, so a last window that is shorter is exact::
+
+        step = funcga.stream(funcga.value_and_grad(loss_fn))
+        for window in funcga.windows(loader, 8):
+            loss, grads = step(params, window)
+
+    An item that is a tuple or a list is `grad_fn(params, *item)`, anything else `grad_fn(params,
+    item)`. Micro-batches may differ in size; `fold` and `weight` are chosen as in `accumulate`.
+    Make the step once, outside of the loop: in JAX it is compiled once for each shape of
+    micro-batch (docs/howto/stream.md).
+
+    Args:
+        grad_fn: As in `accumulate`.
+        fold: As in `accumulate`.
+        weight: As in `accumulate`.
+        in_axes: As in `accumulate`, for grad_fn's positional arguments. Micro-batches come split;
+            an axis only says where their rows are counted, and `weight` gets the arguments that
+            have one. With a CARRY argument, the initial state stands where grad_fn has it, before
+            the micro-batches: f(params, state, microbatches).
+        across: As in `accumulate`. A replica whose data has run out passes an empty iterable.
+        totals: As in `accumulate`. The window is read twice, first to count it, so it cannot be an
+            iterator.
+        observe: As in `accumulate`.
+        drop: As in `accumulate`.
+        drop_if: As in `accumulate`.
+        device: Where to move the arrays of a micro-batch as it arrives: a torch.device, a
+            jax.Device, the name of one, or a Sharding. On CUDA, from pinned memory, the next
+            micro-batch is copied while this one computes.
+
+    Returns:
+        A function f(params, microbatches) that returns what grad_fn returns; with `observe`, a pair
+        of that and the observation.
+
+    Raises:
+        FuncgaError: If an argument is invalid, or no replica has a micro-batch.
+
+    Example:
+        >>> step = funcga.stream(funcga.grad(lambda w, x: (w * x).mean()))
+        >>> loader = [torch.ones(2), torch.ones(2), torch.full((1,), 6.0)]  # the last is smaller
+        >>> for window in funcga.windows(loader, 8):
+        ...     print(step(torch.tensor(1.0), window))
+        tensor(2.)
+    """
+    program, counting = read_program(grad_fn, fold, weight, in_axes, across), None
+    given = totals, observe, drop, drop_if
+    if given.count(None) < len(given):
+        program, counting = _composed(program, *given)
+    programs = [program] if counting is None else [counting, program]
+    owner = owner_of(grad_fn)
+
+    def streamed(*args: Any, **kwargs: Any) -> Any:
+        """The fold of grad_fn over an iterable of micro-batches: f(params, microbatches)."""
+        with telling(*programs):
+            *leading, microbatches = args
+            if hasattr(microbatches, "shape") or isinstance(microbatches, Mapping | str):
+                raise FuncgaError(
+                    f"microbatches is of type {type(microbatches).__name__}: one batch, not an "
+                    "iterable of micro-batches. Split it with funcga.accumulate(grad_fn, n), or "
+                    "pass a list of micro-batches."
+                )
+            # `map`, as a generator's frame would keep a reference to its last item.
+            items: Iterator[tuple[Any, ...]] = map(_fields, microbatches)
+            # The first micro-batch determines the framework.
+            first = next(items, None)
+            own: Sequence[Any] = ()
+            if first is None:
+                if not program.is_told:
+                    raise FuncgaError(
+                        "the stream is empty: there is no micro-batch to fold, and so no structure "
+                        "to return. Check the loader, or that a generator was not used up before."
+                    )
+                # With other processes, the window raises the error on all of them. A module's
+                # parameters are then the only arrays.
+                own = () if owner is None else owner.parameters()
+            backend = backend_of_call(grad_fn, (*leading, *(first or own)), kwargs)
+            ahead = [] if first is None else [first]
+            # A reference in this frame would keep the first micro-batch in memory during the loop.
+            del first
+            items = _put_back(ahead, items)
+            fixed = tuple(leading)
+            if counting is not None:
+                again = functools.partial(map, _fields, microbatches)
+                kwargs, items = counting.of_stream(backend, fixed, items, again, kwargs, device)
+            return backend.loop.stream(program, backend)(fixed, items, kwargs, device)
+
+    return streamed
+
+
+def _fields(item: object) -> tuple[Any, ...]:
+    """The arguments of grad_fn that a micro-batch is spread into."""
+    return tuple(item) if isinstance(item, tuple | list) else (item,)
+
+
+def _put_back(ahead: list[Any], items: Iterator[Any]) -> Iterator[Any]:
+    # Popped, so that no reference is left.
+    if ahead:
+        yield ahead.pop()
+    yield from items
+
+
+def _composed(
     program: Program,
     totals: TotalsFn | None,
     observe: Tree,
     drop: DropScope | None,
     drop_if: DropTest | None,
     searches: bool = False,
-) -> Program:
-    """The program with the tools of these options around it; `searches`: n is searched for. Raises
-    FuncgaError for an unsupported combination.
+) -> tuple[Program, Any]:
+    """(the program as the tools of these options make it; the one that counts a batch before, for
+    `totals`, or None). `searches`: n is searched for. Raises FuncgaError for an unsupported
+    combination.
     """
     across, owner = program.across, owner_of(program.grad_fn)
     features = {
@@ -208,6 +345,5 @@ def compose(
         program = replace(program, skip=skip)
     if observe is not None:
         program = load("observe", "observe=").observed(program, observe)
-    if totals is not None:
-        program = load("totals", "totals=").counted(program, totals)
-    return program
+    counting = None if totals is None else load("totals", "totals=").counting(program, totals)
+    return program, counting

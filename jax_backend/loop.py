@@ -59,17 +59,8 @@ def accumulated(
     program: Program, backend: Backend, spread: Spread, args: Args, kwargs: Kwargs
 ) -> Result:
     """The result of the fold over a batch, traced."""
-    if program.prologue is not None:
-        kwargs = begin(program, backend, spread, args, kwargs)
     outputs, folded, _ = fold_batch(program, backend, spread, args, kwargs)
     return _finished(program, outputs, folded, kwargs)
-
-
-def begin(program: Program, backend: Backend, spread: Spread, args: Args, kwargs: Kwargs) -> Kwargs:
-    """The keyword arguments of grad_fn, once the prologue of the program has run."""
-    first = program.prologue
-    result, _ = accumulated(first.program(program, backend), backend, spread, args, {})
-    return dict(**kwargs, **{first.name: result})
 
 
 def fold_batch(
@@ -180,8 +171,8 @@ def _evaluate(
     checks = trees.nnx()
     with checks.check_unchanged((whole, kwargs)) if checks else nullcontext():
         value = grad_fn(*args, **kwargs)
-    if program.watch is not None:
-        readings = program.watch.readings(program, value, arguments)
+    if program.readings is not None:
+        readings = program.readings(value, arguments)
         value = readings.placeholders(jnp.zeros(())), value
     return value, tally
 
@@ -323,8 +314,8 @@ def _step(
 ) -> Step:
     """The Step for micro-batches like the traced one."""
     readings = None
-    if program.watch is not None:
-        readings = program.watch.readings(program, traced.types[0][1], arguments)
+    if program.readings is not None:
+        readings = program.readings(traced.types[0][1], arguments)
     in_scans = None
     # What may be left out is tested as a whole before any of it is folded.
     if program.skip is None and {"scan", "jit"} & {
@@ -396,8 +387,8 @@ def _finished(program: Program, outputs: Outputs, folded: Folded, kwargs: Kwargs
     if program.skip is not None:
         parts = program.skip.in_jax.unless_rejected(outputs, folded, *parts)
     result = outputs.join(*parts)
-    if program.watch is not None:
-        result = program.watch.completed(program, outputs.backend, result, kwargs)
+    if program.completed is not None:
+        result = program.completed(outputs.backend, result, kwargs)
     # Raises FuncgaError, which names the leaf, for a result that is lost where the host sees it.
     lost: list[jax.Array] = []
     for (leaf_index, fold), reduced in zip(outputs.reduced.items(), folded.reduced, strict=True):
@@ -494,7 +485,7 @@ class _Stream:
                     "the stream is empty: there is no micro-batch to fold, and so no structure to "
                     "return. Check the loader, or that a generator was not used up before."
                 )
-            if self.program.watch is None:
+            if self.program.completed is None:
                 kwargs = {}  # not needed by finish
             return self.finish((bound.outputs, replicas), folded, chunks, kwargs)
 

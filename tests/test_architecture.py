@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 FRAMEWORKS = {"torch", "jax", "optax", "numpy"}
 # Folder by folder; each may import those before it, and itself. Public mathematics stands in the root.
 LAYERS = ["errors", "_tools", "monoids", "reducers", "normalizers", "folds", "_backend", "_replicas", "_fold", "_call", "_grad", "_accumulate",
-          "_transform", "transforms", "_stream", "statistics", "tools", "_pytest", "checks", "__init__", "__main__"]  # fmt: skip
+          "_transform", "transforms", "statistics", "tools", "_pytest", "checks", "__init__", "__main__"]  # fmt: skip
 # What a backend may import of the core: its types. It never imports what is built on a backend. Of tools it may know types
 # alone: tests/test_removable.py takes them away.
 TYPES = {

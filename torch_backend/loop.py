@@ -49,8 +49,6 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
         if source.gradient is not None:
             key = call_key(source.own, flat, tuple(kwargs))
             plan = plans.get(key) if isinstance(plans, Plans) else None
-        if job.prologue is not None:
-            kwargs = begin(job, backend, args, kwargs)
         if plan is not None and plan.parts is not None:
             cuts, take = plan.cuts, plan.take
             parts = [
@@ -71,21 +69,12 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
         if cuts and key is not None and window.plan is not plan:
             new = window.plan.with_cuts(arguments, cuts, take)
             program.memory.keep(Plans).put(key, new)
-        if job.watch is not None:
-            return job.watch.completed(job, backend, result, kwargs, None if cuts else arguments)
+        if job.completed is not None:
+            return job.completed(backend, result, kwargs, None if cuts else arguments)
         return result
 
     is_compiled = "torch._dynamo" in sys.modules  # something may be
     return _private.untraced(fold, program.across is not None) if is_compiled else fold
-
-
-def begin(
-    program: Program, backend: Backend, args: tuple[Tree, ...], kwargs: dict[str, Tree]
-) -> dict[str, Tree]:
-    """The keyword arguments of grad_fn, once the prologue of the program has run."""
-    first = program.prologue
-    result = accumulate(first.program(program, backend), backend)(args, {})
-    return dict(**kwargs, **{first.name: result})
 
 
 def run_window(
@@ -162,8 +151,8 @@ def stream(program: Program, backend: Backend) -> Callable[..., Any]:
                 result = window.result_without_microbatches(nothing, named, state)
         if nothing is None and key is not None and window.plan is not plan:
             plans.put(key, window.plan)
-        if job.watch is not None:
-            return job.watch.completed(job, backend, result, kwargs, nothing)
+        if job.completed is not None:
+            return job.completed(backend, result, kwargs, nothing)
         return result
 
     is_compiled = "torch._dynamo" in sys.modules  # something may be

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from funcga import normalizers, reducers
 from funcga._backend import Backend
@@ -95,12 +95,13 @@ class Program:
     split: Split = Split()  # noqa: RUF009 - a tuple; of a stream, which comes split, it is empty
     across: Across = None
     memory: Memory = field(default_factory=Memory, repr=False)
-    # Of tools: what a call computes of its batch before its first micro-batch; what is folded of
-    # each gradient beside the value, and what a result becomes by that; which micro-batches are
-    # left out, by their values.
-    prologue: Any = None
-    watch: Any = None
+    # Of a tool: which micro-batches are left out, by their values.
     skip: Any = None
+
+    # In a tool whose programs fold measures of each gradient beside the value: how values like one
+    # are measured, and what becomes of a result of (measures, value).
+    readings: ClassVar[Any] = None
+    completed: ClassVar[Any] = None
 
     @cached_property
     def is_exact(self) -> bool:
@@ -116,15 +117,6 @@ class Program:
         """Whether other processes may take part in a call."""
         owner = owner_of(self.grad_fn)
         return self.across is not None or (owner is not None and owner.kind != MODULE)
-
-    def telling(self, *later: "Program") -> AbstractContextManager[object]:
-        """The context of a call, in which other processes that fold it are told of an error.
-        `later`: what the call folds after this program.
-        """
-        if not self.is_told:
-            return nullcontext()
-        told = (backend.loop.telling((self, *later), backend) for backend in load_imported())
-        return next((context for context in told if context is not None), nullcontext())
 
     def read(self, args: tuple[Any, ...], backend: Backend) -> Arguments:
         """The positional arguments, each leaf with its axis from in_axes."""
@@ -144,15 +136,17 @@ class Program:
         try:
             return arguments.rows()
         except FuncgaError as error:
-            # What watches measures each gradient in units of its weight.
-            folds = self.folds(arguments.backend)
-            if self.watch is None and all(map(_ignores_weights, folds)):
+            if self.ignores_weights(arguments.backend):
                 return 1
             raise FuncgaError(
                 "the rows of a micro-batch are its weight unless weight= says it, and they cannot "
                 f"be counted: {error} Write stream(grad_fn, weight=lambda batch: len(batch)), or "
                 "with what else a micro-batch weighs, 1 where all weigh alike."
             ) from error
+
+    def ignores_weights(self, backend: Backend) -> bool:
+        """Whether the weights make no difference to the result, as to that of sum()."""
+        return all(map(_ignores_weights, self.folds(backend)))
 
     def weighs_all(self, backend: Backend) -> bool:
         """Whether a micro-batch of weight 0 adds nothing to any leaf."""
@@ -163,9 +157,6 @@ class Program:
         """The Outputs for a first micro-batch with this value, and its leaves."""
         # The first micro-batch shows the structure; all later ones are checked against it.
         backend, carried = arguments.backend, arguments.carried() if arguments.state else []
-        if self.watch is not None:
-            bound: tuple[Outputs, list[Any]] = self.watch.bind(self, value, arguments)
-            return bound
         return bind_outputs(self.fold, value, backend, carried=carried)
 
 
@@ -190,6 +181,16 @@ def _ignores_weights(fold: Fold) -> bool:
     return (reducer.unweighted or reducer.lift in _WITHOUT_WEIGHT) and (
         normalizer.divides_by == "steps" or normalizer.apply in _WITHOUT_WEIGHT
     )
+
+
+def telling(*programs: Program) -> AbstractContextManager[object]:
+    """The context of a call that folds these programs one after the other, in which other
+    processes that fold them are told of an error.
+    """
+    if not any(program.is_told for program in programs):
+        return nullcontext()
+    told = (backend.loop.telling(programs, backend) for backend in load_imported())
+    return next((context for context in told if context is not None), nullcontext())
 
 
 def read_split(n: object, microbatch_size: object, instead: str = "") -> Split:

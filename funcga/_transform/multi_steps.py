@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from funcga._backend import Arrays, Backend
 from funcga._backend.dispatch import backend_of, load_imported
-from funcga._call import Memory, Program
+from funcga._call import Memory, Program, telling
 from funcga._call.supported import ANY, check_supported
 from funcga._fold import check_weight
 from funcga._fold.accumulator import Accumulation, AccumulatorState, StateFolding, empty
@@ -147,7 +147,7 @@ class MultiSteps(Transform):
             >>> updates, state = tx.flush(state, params)
         """
         update = self.update
-        with update.program.telling():
+        with telling(update.program):
             _check_extra(extra)
             backend = backend_of_state(state)
             if params is not None:
@@ -390,7 +390,7 @@ class MultiStepsUpdate(UpdateFunction):
         full = state.offered + 1 >= n if type(n) is int else self._is_last(state, arrays)
         may_end = arrays.scalar(full) is True or hasattr(n, "is_full")
         tells = may_end and self.program.across is not None
-        with self.program.telling() if tells else nullcontext():
+        with telling(self.program) if tells else nullcontext():
             if extra:
                 _check_extra(extra)
             before = self.opened(state, backend)

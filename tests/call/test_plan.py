@@ -124,7 +124,8 @@ def fresh(program, **options):
 def predicted(step, args):
     job, program = getattr(step, "coupled", None), step_program(step)
     if job is None:
-        window = lambda program: BACKEND.loop.accumulate(program, BACKEND)
+        loop = getattr(step, "counting", None) or BACKEND.loop
+        window = lambda program: loop.accumulate(program, BACKEND)
     else:
         program = job.program
         window = lambda program: replace(job, program=program).passes(BACKEND)

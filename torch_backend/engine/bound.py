@@ -23,8 +23,8 @@ def folding_of(window: Any, loss: torch.Tensor, aux: Tree) -> Folding:
     # Before the first backward pass the leaves stand in for their gradients: they are alike.
     grads = [*map(window.leaves.trees.get, indices)]
     aux = trees.detached(aux, True)
-    if program.watch is not None:
-        readings = program.watch.readings(program, gradient.compose(loss, aux, grads), arguments)
+    if program.readings is not None:
+        readings = program.readings(gradient.compose(loss, aux, grads), arguments)
         measured = readings.tool.ObservedGradient(readings, gradient, loss)
         gradient = window.gradient = window.measuring = measured
         window.callback(gradient.end)
@@ -38,7 +38,7 @@ def folding_of(window: Any, loss: torch.Tensor, aux: Tree) -> Folding:
     rest, structure = trees.flatten(gradient.compose(loss, aux, [() for _ in indices]))
     first = len(rest) if gradient.with_value else outputs.before
     beside = [*range(first), *range(first + len(leaves) - len(rest), len(leaves))]
-    if program.watch is not None:
+    if program.readings is not None:
         gradient.begin(dict(zip(of_inputs, window.arriving, strict=True)))
     folding = Folding(
         outputs,

@@ -109,8 +109,8 @@ class Called:
         if isinstance(weight, torch.Tensor) and program.weighs_all(arguments.backend):
             args, kwargs = _constant_if(weight == 0, (args, kwargs))
         value = self._called(arguments, args, kwargs)
-        if program.watch is not None:
-            value = program.watch.readings(program, value, arguments).measured(value, weight)
+        if program.readings is not None:
+            value = program.readings(value, arguments).measured(value, weight)
         self.count += 1
         if self.sums is None:
             outputs, leaves = program.bind(value, arguments)

@@ -39,7 +39,7 @@ def adopted(
         leaves = [like if like is None else torch.empty_like(like, device=device) for like in likes]
         value = trees.unflatten(structure, leaves)
         if own is not None:  # the others say what theirs are like
-            *before, pair = value if program.watch is not None else (value,)
+            *before, pair = value if program.readings is not None else (value,)
             value = (*before, (pair[0], own)) if before else (pair[0], own)
         outputs, leaves = program.bind(value, arguments)
         return Folding(outputs), dict(enumerate(leaves))
@@ -67,11 +67,9 @@ def telling(programs: Sequence[Program], backend: Backend) -> AbstractContextMan
     """The context of a call that folds these programs one after the other, in which other
     processes are told of an error; None if they are folded by one process, or one program.
     """
-    program = programs[0]
+    program = programs[-1]
     if not (isinstance(program.grad_fn, OwningGradient) or are_processes(program.across)):
         return None
-    if program.prologue is not None:
-        programs = [program.prologue.program(program, backend), *programs]
     context: AbstractContextManager[object] = _private.untraced(_telling)(programs, backend)
     return context
 

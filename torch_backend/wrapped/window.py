@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from funcga._backend import Backend
-from funcga._call import Program
+from funcga._call import Program, telling
 from funcga._call.arguments import Arguments
 from funcga._types import Array, Scalar, Tree
 from funcga.errors import FuncgaError
@@ -59,7 +59,7 @@ class WrappedGradient(ModuleGradient):
         # It weighs its rows. Here are no in_axes, so the first tensor tells how many there are.
         rows, whole = rows_in(args) or [1], (None,) * len(args)
         program = Program(self, mean(), lambda: rows[0], whole, memory=self.memory)
-        with program.telling():
+        with telling(program):
             return backend.loop.stream(program, backend)((), iter([args]), kwargs)
 
     def window(self, program: Program, *others: Any) -> Window:
@@ -95,7 +95,7 @@ class WrappedWindow(Window):
         self.owner, self.wrapper, self.module = owner, owner.wrapper, owner.module
         # Whether what is beside the gradients is added after the backward pass, which tells what
         # that is.
-        self.adds_late = program.skip is not None or program.watch is not None
+        self.adds_late = program.skip is not None or program.readings is not None
         self.is_stream = not any(program.split)
         # Whether every pass reduces, for which it has to see each gradient.
         self.meets = self.wrapper.meets_in_every_pass

@@ -153,7 +153,7 @@ def serves_step(program: Program, gradient: GradientFunction) -> bool:
     loss = gradient.loss_fn
     if program.across is not None or (dist.is_available() and dist.is_initialized()):
         return False
-    if program.watch is not None or program.skip is not None:
+    if program.readings is not None or program.skip is not None:
         return False
     returns_state = isinstance(loss, PureLoss) and loss.buffers
     return not (gradient.has_aux or gradient.scaled or returns_state)

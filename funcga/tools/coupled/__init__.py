@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from funcga import normalizers
 from funcga._accumulate import TotalsFn
 from funcga._backend import Backend
-from funcga._call import Memory, Program, backend_of_call, read_program, read_split
+from funcga._call import Memory, Program, backend_of_call, read_program, read_split, telling
 from funcga._call.arguments import Arguments
 from funcga._fold import Tally, accumulator_dtype, kind
 from funcga._fold.outputs import Outputs
@@ -106,14 +106,14 @@ def coupled(
     assert isinstance(gradient, GradientFunction)
     split = read_split(n, microbatch_size)
     program = read_program(summary_fn, fold, weight, in_axes, across, split)
-    if totals is not None:
-        program = load("totals", "totals=").counted(program, totals)
-    job = Coupled(program, gradient, None if across is None else step_of(loss_fn))
+    counting = None if totals is None else load("totals", "totals=").counting(program, totals)
+    job = Coupled(program, gradient, None if across is None else step_of(loss_fn), counting)
+    programs = [each for each in (counting, program, job.second) if each is not None]
 
     @wraps(summary_fn, assigned=("__doc__", "__name__", "__qualname__"), updated=())
     def step(*args: Any, **kwargs: Any) -> Any:
         """The loss and its gradient."""
-        with program.telling(job.second):
+        with telling(*programs):
             backend = backend_of_call(summary_fn, args, kwargs)
             _check_folds(program.fold, backend)
             return job.passes(backend)(args, kwargs)
@@ -144,19 +144,21 @@ def _check_folds(folds: FoldTree, backend: Backend) -> None:
 class Coupled:
     """What a step of `coupled` computes: a fold of summaries, and the gradient of a loss of them.
 
-    `program` folds the summaries. `step` identifies the second pass across replicas.
+    `program` folds the summaries. `step` identifies the second pass across replicas. `counting`:
+    the program that counts a batch first, if there is one.
     """
 
     program: Program
     gradient: GradientFunction
     step: Step | None = None
+    counting: Any = None
 
     @cached_property
     def second(self) -> Program:
         """The program of the second pass, which is counted apart. Its grad_fn, fold and weight are
         known once the first has run.
         """
-        return replace(self.program, prologue=None, memory=Memory(self.step))
+        return replace(self.program, memory=Memory(self.step))
 
     def passes(self, backend: Backend) -> Callable[..., Any]:
         """The step in a framework, called with (args, kwargs)."""

@@ -27,7 +27,7 @@ from torch_backend.engine.alone import value_of
 from torch_backend.engine.called import Called
 from torch_backend.engine.leaves import any_requires_grad
 from torch_backend.engine.plan import Plans, call_key
-from torch_backend.loop import Source, Take, begin, cut, run_window, weights_of
+from torch_backend.loop import Source, Take, cut, run_window, weights_of
 from torch_backend.modules import PureLoss
 from torch_backend.reduce import Reduction
 from torch_backend.reduce.absent import with_a_blank_row
@@ -53,8 +53,9 @@ def coupled(job: Coupled, backend: Backend) -> Callable[..., Tree]:
                 "the summaries there: loss_fn(params, funcga.accumulate(summary_fn, n, "
                 "fold=funcga.concat())(params, *batch))."
             )
-        if job.program.prologue is not None:
-            kwargs = begin(job.program, backend, args, kwargs)
+        if job.counting is not None:
+            counting = job.counting.of(job.program)
+            kwargs = dict(**kwargs, totals=backend.loop.accumulate(counting, backend)(args, {}))
         program, summary = job.program, _Summary(job, backend, args)
         Source(program, backend)  # refuses what it cannot be
         is_merged = bool(summary.replicas)

@@ -8,7 +8,7 @@ gradient is stored, copied or read twice.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
@@ -29,54 +29,53 @@ from funcga.observers import Observed, Observer, squared_norm
 
 def observed(program: Program, observe: Tree) -> Program:
     """The program that returns (result, observation)."""
-    observers = Observers(observe, program.grad_fn)
+    observers = Observers(observe)
     program.memory.options["observe="] = observers.name
-    return replace(program, watch=observers)
+    options = {each.name: getattr(program, each.name) for each in fields(program)}
+    return ObservedProgram(**options, observers=observers, given=program.grad_fn)
 
 
-class Observers:
-    """The observers of a step, in the tree that they were given in, and the function whose
-    gradients they observe.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ObservedProgram(Program):
+    """A program whose micro-batches have the value (measures, output). `given`: the function whose
+    gradients are observed, of which the loop may have made another grad_fn.
     """
 
-    def __init__(self, tree: Tree, grad_fn: GradFn | None = None):
-        self.tree, self.grad_fn, self.all = tree, grad_fn, list[Observer]()
-        # The last Readings of each structure, and the dtypes that they are for; set by `readings`.
-        self.known: dict[Structure, tuple[object, Readings]] = {}
-        _mapped(self.all.append, tree)
-        # Their folds, in words: replicas have to observe alike.
-        self.name = ", ".join([f"an Observer of {observer.fold!r}" for observer in self.all])
+    observers: "Observers"
+    given: GradFn
+    # The last Readings of each structure, and the dtypes that they are for; set by `readings`.
+    known: dict[Structure, "tuple[object, Readings]"] = field(default_factory=dict)
 
-    def readings(self, program: Program, value: Tree, arguments: Arguments) -> "Readings":
+    def ignores_weights(self, backend: Backend) -> bool:
+        """Whether the weights make no difference: each gradient is measured in units of them."""
+        return False
+
+    def bind(self, value: Tree, arguments: Arguments) -> tuple[Outputs, list[Array]]:
+        """The Outputs for a first micro-batch with this (measures, output), and its leaves."""
+        # The output is bound alone first, so that errors name its own leaves.
+        super().bind(value[1], arguments)
+        folds = self.readings(value[1], arguments).folds
+        with_measures = replace(self, fold=(folds, self.fold))
+        outputs, leaves = Program.bind(with_measures, value, arguments)
+        return replace(outputs, before=len(folds)), leaves
+
+    def readings(self, value: Tree, arguments: Arguments) -> "Readings":
         """The Readings of outputs like this value, which grad_fn has returned for the arguments."""
         backend = arguments.backend
         leaves, structure = backend.trees.flatten(value)
         dtypes = [getattr(leaf, "dtype", None) for leaf in leaves]
         known, readings = self.known.get(structure, ((), None))
         if known != dtypes or readings is None:
-            # A gradient function of funcga says which part the gradient is. It is the one that was
-            # given: the loop may have made another of it.
-            gradient_in: Any = getattr(self.grad_fn, "gradient_in", None)
+            # A gradient function of funcga says which part the gradient is.
+            gradient_in: Any = getattr(self.given, "gradient_in", None)
             if gradient_in is None:
                 gradient_in = partial(_locate, leaves, arguments.parts[0].value, backend)
-            readings = Readings(self, program.fold, value, gradient_in, backend)
+            readings = Readings(self.observers, self.fold, value, gradient_in, backend)
             self.known[structure] = dtypes, readings
         return readings
 
-    def bind(
-        self, program: Program, value: Tree, arguments: Arguments
-    ) -> tuple[Outputs, list[Array]]:
-        """The Outputs for a first micro-batch with this (measures, output), and its leaves."""
-        # The output is bound alone first, so that errors name its own leaves.
-        plain = replace(program, watch=None)
-        plain.bind(value[1], arguments)
-        folds = self.readings(program, value[1], arguments).folds
-        outputs, leaves = replace(plain, fold=(folds, program.fold)).bind(value, arguments)
-        return replace(outputs, before=len(folds)), leaves
-
     def completed(
         self,
-        program: Program,
         backend: Backend,
         result: Tree,
         kwargs: dict[str, Tree],
@@ -89,9 +88,19 @@ class Observers:
         if arguments is None:
             _, readings = self.known[backend.trees.flatten(value)[1]]
         else:
-            readings = self.readings(program, value, arguments)
-        scale = kwargs["loss_scale"] if getattr(self.grad_fn, "scaled", False) else 1.0
+            readings = self.readings(value, arguments)
+        scale = kwargs["loss_scale"] if getattr(self.given, "scaled", False) else 1.0
         return value, readings.observation(folded, value, scale)
+
+
+class Observers:
+    """The observers of a step, in the tree that they were given in."""
+
+    def __init__(self, tree: Tree):
+        self.tree, self.all = tree, list[Observer]()
+        _mapped(self.all.append, tree)
+        # Their folds, in words: replicas have to observe alike.
+        self.name = ", ".join([f"an Observer of {observer.fold!r}" for observer in self.all])
 
 
 def _mapped(function: Callable[[Observer], Tree], tree: Tree) -> Tree:

@@ -180,7 +180,8 @@ def plan(
     program = program or read_program(grad_fn, mean(), None, None, None)
     backend = backend_of_call(program.grad_fn, args, kwargs)
     count = None if memory is None else read_memory(memory)
-    return planned(program, backend, args, kwargs, count, state, job, on_each)
+    counting = getattr(step, "counting", None)
+    return planned(program, backend, args, kwargs, count, state, job, on_each, counting)
 
 
 def planned(
@@ -192,16 +193,17 @@ def planned(
     state: Tree = None,
     job: Any = None,
     on_each: Any = None,
+    counting: Any = None,
 ) -> Plan:
     """The Plan of a program, or of a step of `coupled` if there is a job; `on_each` runs it on
-    every device of a mesh.
+    every device of a mesh. `counting`: the program that counts a batch first.
     """
     own = side(backend)
     measured: dict[int, dict[str, int]] = {}
 
     def window(program: Program) -> Callable[..., Tree]:
         step = (
-            backend.loop.accumulate(program, backend)
+            (counting or backend.loop).accumulate(program, backend)
             if job is None
             else replace(job, program=program, step=None).passes(backend)
         )

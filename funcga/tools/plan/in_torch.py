@@ -210,7 +210,7 @@ def _first(
     folds = trees.flatten(program.fold)[0]
     # What collects or threads may hold more with each micro-batch.
     grows = arguments.state or any(fold.reducer.monoid.collective is None for fold in folds)
-    if n is None or n <= enough or grows or program.prologue is not None:
+    if n is None or n <= enough or grows:
         return args, n
     # The first micro-batches have the rows that are left over, one each, as when these are cut.
     size, left_over = divmod(arguments.rows(), n)

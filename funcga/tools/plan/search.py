@@ -25,8 +25,9 @@ class Search:
     So no part of it is counted twice, and the result is that of the n that ran to its end.
     """
 
-    def __init__(self, program: Program):
-        self.program = program
+    def __init__(self, program: Program, counting: Any = None):
+        """`counting`: the program that counts a batch first."""
+        self.program, self.counting = program, counting
         # Imported now, as torch.compile cannot trace an import.
         self.sides = {backend.name: side(backend) for backend in load_imported()}
         self.fitted: dict[Any, int] = {}
@@ -54,7 +55,8 @@ class Search:
             program = self.programs.setdefault(
                 n, replace(self.program, split=Split(n), memory=Memory())
             )
-            result = backend.loop.accumulate(program, backend)(args, kwargs)
+            loop = self.counting or backend.loop
+            result = loop.accumulate(program, backend)(args, kwargs)
             # JAX raises when the result is waited for.
             for leaf in backend.trees.flatten(result)[0]:
                 if hasattr(leaf, "block_until_ready"):
@@ -65,7 +67,8 @@ class Search:
         if fitted is None:
             # An invalid call raises in the attempt, too.
             with suppress(Exception):
-                fitted = planned(self.program, backend, args, kwargs).n
+                counting = self.counting
+                fitted = planned(self.program, backend, args, kwargs, counting=counting).n
         rows = self.program.read(args, backend).rows()
         n, result = smallest(run, rows, own.is_out_of_memory, fitted)
         if len(self.fitted) > _SHAPES:

@@ -15,10 +15,11 @@ from typing import Any
 from funcga import monoids, reducers
 from funcga._accumulate import TotalsFn
 from funcga._backend import Arrays, Backend
-from funcga._call import Memory, Program, owner_of
-from funcga._call.arguments import CARRY, read_arguments
+from funcga._call import Memory, Program, backend_of_call, owner_of
+from funcga._call.arguments import CARRY, Arguments, read_arguments
 from funcga._call.supported import MODULE
 from funcga._fold import accumulator_dtype, kind
+from funcga._fold.outputs import Outputs
 from funcga._replicas import step_of
 from funcga._tools import load
 from funcga._types import Array, Namespace, Reduced, Tree
@@ -27,9 +28,9 @@ from funcga.folds import Fold, sum
 from funcga.normalizers import Normalizer
 
 
-def counted(program: Program, totals: TotalsFn) -> Program:
-    """The program whose grad_fn gets the totals of a window as a keyword argument. Raises
-    FuncgaError if they cannot be counted.
+def counting(program: Program, totals: TotalsFn) -> "Counting":
+    """The program that counts a window of `program`, whose grad_fn gets the totals as a keyword
+    argument. Raises FuncgaError if they cannot be counted.
     """
     like = 'lambda batch: {"tokens": (batch["labels"] != -100).sum(), "rows": len(batch["labels"])}'
     check_callable(totals, "totals", like)
@@ -41,47 +42,61 @@ def counted(program: Program, totals: TotalsFn) -> Program:
             "replicas, where a sum is asked for. Pass the gradient function itself, "
             "accumulate(gradient, n, totals=totals), and keyword arguments to the step."
         )
-    memory = program.memory
+    memory, across = program.memory, program.across
     memory.options["totals="] = "given"
-    counting = Memory(memory.step and step_of(totals), memory.options)
-    return replace(program, prologue=Totals(totals, counting))
+    # What wraps a module says itself what is merged over, one after the other.
+    wrapper = getattr(owner, "wrapper", None)
+    if wrapper is not None:
+        across = wrapper.replicas(across) or None
+    # It has the names of grad_fn's parameters, for messages.
+    count = partial(_count, totals, program.in_axes)
+    return Counting(
+        update_wrapper(count, program.grad_fn, (), ()),
+        sum(),
+        in_axes=program.in_axes,
+        split=program.split,
+        across=across,
+        memory=Memory(memory.step and step_of(totals), memory.options),
+        function=totals,
+    )
 
 
-@dataclass(frozen=True, eq=False)
-class Totals:
-    """A first fold over the batch, which counts it; `memory` is the cache of that fold. Its result
-    is the keyword argument of this `name`.
-    """
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Counting(Program):
+    """A first fold over the batch of a program, split and merged as that is, by `function`."""
 
     function: TotalsFn
-    memory: Memory
-    name: str = "totals"
 
-    def program(self, program: Program, backend: Backend) -> Program:
-        """The program that counts a window of `program`, split and merged as that is."""
-        across, trees = program.across, backend.trees
-        # What wraps a module says itself what is merged over, one after the other.
-        wrapper = getattr(owner_of(program.grad_fn), "wrapper", None)
-        if wrapper is not None:
-            across = wrapper.replicas(across) or None
-        # Threaded state is not counted.
-        axes, structure = trees.flatten(program.in_axes)
-        in_axes = trees.unflatten(structure, [None if axis is CARRY else axis for axis in axes])
-        count = partial(_count, self.function, in_axes, backend)
-        has_long_integers = backend.arrays.as_array(0).dtype.itemsize == 8
-        return Program(
-            # It has the names of grad_fn's parameters, for messages.
-            update_wrapper(count, program.grad_fn, (), ()),
-            sum() if has_long_integers else _SUM,
-            in_axes=in_axes,
-            split=program.split,
-            across=across,
-            memory=self.memory,
-        )
+    def read(self, args: tuple[Any, ...], backend: Backend) -> Arguments:
+        """The arguments, of which threaded state is passed whole: it is not counted."""
+        arguments = super().read(args, backend)
+        parts = [
+            part._replace(axes=[None if axis is CARRY else axis for axis in part.axes])
+            for part in arguments.parts
+        ]
+        return replace(arguments, parts=tuple(parts), state=[])
+
+    def bind(self, value: Tree, arguments: Arguments) -> tuple[Outputs, list[Any]]:
+        """The Outputs for a first micro-batch with these totals, and its leaves."""
+        has_long_integers = arguments.backend.arrays.as_array(0).dtype.itemsize == 8
+        program = replace(self, fold=sum() if has_long_integers else _SUM)
+        return Program.bind(program, value, arguments)
+
+    def of(self, program: Program) -> "Counting":
+        """The program that counts a batch that is split as that of another program."""
+        return replace(self, split=program.split)
+
+    def accumulate(self, program: Program, backend: Backend) -> Callable[..., Tree]:
+        """f(args, kwargs): the fold of the program over a batch, once that is counted."""
+        both = self.of(program), program
+        if backend.name == "jax":
+            in_jax = load("totals.in_jax", "totals=")
+            return in_jax.accumulate(*both, backend)  # type: ignore[no-any-return]
+        count, fold = [backend.loop.accumulate(each, backend) for each in both]
+        return lambda args, kwargs: fold(args, dict(**kwargs, totals=count(args, {})))
 
     def of_stream(
         self,
-        program: Program,
         backend: Backend,
         leading: tuple[Tree, ...],
         items: Iterator[Any],
@@ -91,7 +106,7 @@ class Totals:
     ) -> tuple[dict[str, Tree], Iterator[Any]]:
         """(the keyword arguments with the totals of a stream, its micro-batches `again`)."""
         first, second = counter(), counter()
-        fold = backend.loop.stream(self.program(program, backend), backend)
+        fold = backend.loop.stream(self, backend)
         totals = fold(leading, _numbered(items, first), {})
         if device is not None:
             convert = getattr(load("trees", "device="), f"to_{backend.name}")
@@ -117,8 +132,9 @@ def _check_same(counted: int, numbers: Iterator[int]) -> Iterator[Any]:
     yield from ()
 
 
-def _count(totals: TotalsFn, in_axes: Tree, backend: Backend, *args: Tree) -> Tree:
+def _count(totals: TotalsFn, in_axes: Tree, *args: Tree) -> Tree:
     """The totals of one micro-batch, 0-d arrays in types in which sums of them are exact."""
+    backend = backend_of_call(totals, args, {})
     arguments = read_arguments(args, in_axes, totals, backend)
     leaves, structure = backend.trees.flatten(totals(*arguments.split_args(args)))
     return backend.trees.unflatten(structure, [_total(leaf, backend.arrays) for leaf in leaves])

@@ -14,7 +14,7 @@ Two halves, read in this order:
 removed: the library has its name, `funcga.verify`, and only `parity` and the command line import
 it. It uses `accumulate`, `coupled`, the folds, `to_numpy` and these seams of the core:
 
-- `step_program(step)` and `step.coupled`: what a step computes; `Program.read`, `weigh`, `counting`
+- `step.program`, `step.counting` and `step.coupled`: what a step computes; `Program.read`, `weigh`
 - `Arguments.cut`: any rows of the arguments; `argument_names`
 - `GradientFunction`: which arguments are differentiated, and where the gradient is
 - `broadcast_folds` and `plain`: the Fold of each leaf; `Fold.reducer` and `.normalizer`
@@ -28,9 +28,10 @@ import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from funcga._accumulate import TotalsFn, accumulate
-from funcga._call import owner_of, step_program
+from funcga._call import owner_of
 from funcga._grad import GradientFunction
 from funcga._types import GradFn, Tree, WeightFn
 from funcga.errors import FuncgaError, check_count
@@ -267,15 +268,15 @@ def verify(
     # A loss that does not depend on its parameters is a cause here, and no error.
     if isinstance(grad_fn, GradientFunction):
         grad_fn = replace(grad_fn, reached={True})
-    program = job.program if job else step_program(accumulate(grad_fn, 1, **options))
-    assert program is not None
-    probe = Probe(program, job, args, kwargs, precise=False)
+    step: Any = job or accumulate(grad_fn, 1, **options)
+    of_step = step.program, job, args, kwargs
+    probe = Probe(*of_step, precise=False, counting=step.counting)
     case, found = Case(probe, _counts(n, probe), seed), list[Answer]()
     with probe.random_kept():
         # In float64 if possible, where rounding hides next to nothing.
         with probe.framework.precision(precise=True):
             try:
-                case.probe = Probe(program, job, args, kwargs, precise=True)
+                case.probe = Probe(*of_step, precise=True, counting=step.counting)
                 _ = case.probe.whole
             # Something that the function closes over is in another dtype than float64.
             except Exception as error:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -43,6 +44,7 @@ class Probe:
         job: What the step of `coupled` computes; None for a gradient function.
         precise: Whether the arguments were cast to float64.
         subject: What the function returns: a "loss" and its gradient, or a "summary".
+        counting: What counts the totals of a batch; None for a step without them.
     """
 
     def __init__(
@@ -53,8 +55,10 @@ class Probe:
         kwargs: dict[str, Tree],
         precise: bool,
         subject: str = "loss",
+        counting: Any = None,
     ):
         self.program, self.job, self.precise, self.subject = program, job, precise, subject
+        self.counting = counting
         self.grad_fn = grad_fn = program.grad_fn
         self.backend = backend_of_call(grad_fn, args, kwargs)
         self.framework = importlib.import_module(f"funcga.tools.verify.in_{self.backend.name}")
@@ -64,7 +68,7 @@ class Probe:
         self.arguments = program.read(self.args, self.backend)
         self.all_rows: Rows = tuple(range(self.arguments.rows()))
         # Any rows get the totals of the whole batch, as a micro-batch does.
-        if program.prologue is not None:
+        if counting is not None:
             self.kwargs = {**self.kwargs, "totals": self.count(self.all_rows)}
         self.raw = self.raw_step()
         self.output: Tree = None  # of the first call
@@ -162,9 +166,9 @@ class Probe:
         microbatch_size=.
         """
         kwargs, options = {**self.kwargs}, dict[str, Tree](cut)
-        if self.program.prologue is not None:
+        if self.counting is not None:
             del kwargs["totals"]
-            options["totals"] = self.program.prologue.function
+            options["totals"] = self.counting.function
         fold = self.each_fold(lambda fold: fold.plain)
         step = self.step(fold=fold, weight=self.program.weight, **options)
         return [self.numbers(step(*self.take_rows(rows), **kwargs)) for rows in choices]
@@ -187,8 +191,8 @@ class Probe:
 
     def count(self, rows: Rows) -> Tree:
         """The totals of these rows."""
-        counting = self.program.prologue.program(self.program, self.backend)
-        return self.backend.loop.accumulate(counting, self.backend)(self.take_rows(rows), {})
+        count = self.backend.loop.accumulate(self.counting, self.backend)
+        return count(self.take_rows(rows), {})
 
     def layers(self) -> str:
         """The first three layers that normalise over the batch, by path and type."""

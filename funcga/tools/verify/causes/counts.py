@@ -42,7 +42,7 @@ def totals_line(probe: Probe, chosen: Sequence[Count], has_sum: bool) -> dict[st
 def of_totals(case: Case) -> Iterator[Answer]:
     """Totals that do not add up, by which a loss is divided twice, or that make it NaN if 0."""
     probe = case.probe
-    if probe.program.prologue is None:
+    if probe.counting is None:
         return
     paths = leaf_paths(probe.kwargs["totals"], probe.backend.trees, "totals")
     parts = (*case.parts, case.order)

@@ -20,8 +20,7 @@ def explain_step(case: Case) -> Iterator[Answer]:
     """The causes if the fold of summaries is not that of the whole batch."""
     # The Case of summary_fn, with the totals of the whole batch.
     step = case.probe
-    program = replace(step.program, prologue=None)
-    summary = Probe(program, None, step.args, step.kwargs, step.precise, "summary")
+    summary = Probe(step.program, None, step.args, step.kwargs, step.precise, "summary")
     of_summary = replace(case, probe=summary)
     # First what needs no comparison: the step refuses to fold summaries of different shapes.
     not_collected = causes_in(per_example(of_summary))
