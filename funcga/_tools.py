@@ -9,7 +9,7 @@ from funcga.errors import FuncgaError
 
 
 def load(name: str, wanted: str) -> Any:
-    """The module of a tool, such as "observe" or "observe.in_torch".
+    """The module of a tool, such as "coupled" or "coupled.in_torch".
 
     Raises FuncgaError, which says what is `wanted`, where the tool was taken away.
     """

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from funcga._call import Memory
 from funcga._fold import Tally
 from funcga._fold.accumulator import Accumulation, AccumulatorState
-from funcga._transform.multi_steps import Dropped, MultiSteps, MultiStepsState
+from funcga._transform.multi_steps import MultiSteps, MultiStepsState
 from funcga._types import Array, Reduced, Scalar, Tree
 from funcga.errors import FuncgaError
 from jax_backend import merge as merging
@@ -178,4 +178,4 @@ def state_specs(tx: MultiSteps) -> MultiStepsState:
     replicas = read_across(tx.across)
     spec: Callable[..., Tree] = PartitionSpec
     whole, window = spec(), spec(replicas.names)
-    return MultiStepsState(whole, window, whole, whole, whole, Dropped(whole, whole), whole)
+    return MultiStepsState(whole, window, whole, whole, whole, whole, whole)

@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from funcga._backend import Backend
-from funcga._fold import Tally
-from funcga._fold.accumulator import AccumulatorState, Parts
 from funcga._tools import later
-from funcga._transform.multi_steps import Dropped, MultiStepsState
+from funcga._transform.multi_steps import classes_of_states
 from torch_backend import arrays, gradients, loop, replicas, states, transforms, trees
 from torch_backend.modules import pure_loss, trainable
 from torch_backend.parameters import apply_updates, assign_grads
@@ -69,22 +67,7 @@ __all__ = [
 BACKEND = Backend("torch", trees, arrays, gradients, loop, replicas, states, transforms)
 
 # States hold nothing but tensors and numbers, so torch.load takes them with weights_only=True.
-torch.serialization.add_safe_globals(
-    [
-        AccumulatorState,
-        Dropped,
-        MultiStepsState,
-        Parts,
-        Tally,
-    ]
-)
-_OF_TOOLS = {
-    "funcga.observers": "GradientNoise",
-    "funcga.tools.loss_scale": "LossScaledState",
-}
-torch.serialization.add_safe_globals(
-    [vars(import_module(tool))[name] for tool, name in _OF_TOOLS.items() if find_spec(tool)]
-)
+torch.serialization.add_safe_globals([*classes_of_states()])
 # Those of optimizers too, before the first of them is made: that tool adds them itself.
 if find_spec("funcga.tools.optimizers"):
     import_module("funcga.tools.optimizers.in_torch")

@@ -308,7 +308,7 @@ def sync_flags(
 
 
 def reset_fsdp2(module: Any) -> None:
-    """Drops the traces of a pass that an error has ended."""
+    """Forgets the traces of a pass that an error has ended."""
     if module._get_fsdp_state()._is_root:
         module.reset_iter_state()
 

@@ -40,11 +40,11 @@ class AccumulatorState(NamedTuple):
 
     Attributes:
         accumulated: What the reducers hold, in the structure of the folded value: for every leaf an
-            array of at least 32 bits, or the Parts of its reducer. With observers it is (what they
-            fold, that tree).
+            array of at least 32 bits, or the Parts of its reducer. With leaves that a tool folds
+            beside these it is (those leaves, that tree).
         tally: The total weight and the number of updates. Its `weight` is two float32 scalars whose
             sum is exact to 48 bits, or one float64 if a leaf is.
-        rejected: In `multi_steps`, how many micro-batches were dropped.
+        rejected: In `multi_steps`, how many micro-batches were left out.
         part: In `multi_steps(across=)` of torch, whose part of the window it is: int32[2], the
             replica and how many there are, or zeros for the window of all replicas. Elsewhere it is
             empty.
@@ -312,11 +312,11 @@ class StateFolding:
     """A fold of values, or of gradients, which are named by their "params"."""
 
     # A tool that folds more beside gradients says how many leaves stand before theirs. It also has
-    # `folded`, which makes these leaves, and `observing(run)`, which lets the function of an update
+    # `folded`, which makes these leaves, and `updating(run)`, which lets the function of an update
     # carry (the inner state, what a state says of these leaves).
     before = 0
     folded: Callable[..., list[Array]]
-    observing: Callable[..., Any]
+    updating: Callable[..., Any]
 
     def __init__(self, fold: FoldTree, name: str = "output"):
         self.fold, self.name = fold, name
@@ -328,8 +328,8 @@ class StateFolding:
         return type(self), (self.fold, self.name)
 
     def empty(self, like: Tree, backend: Backend) -> tuple[Accumulation, Tree]:
-        """The empty window for values like this one, and what a state of `multi_steps` has as
-        `observed` before the first update.
+        """The empty window for values like this one, and what a state of `multi_steps` says of the
+        leaves of a tool before the first update.
         """
         outputs, leaves = self.bind(like, backend)
         pairs = zip(outputs.folds, leaves, strict=True)

@@ -73,7 +73,7 @@ def apply(
     `tx.update`, then `apply_updates`; of optax's, JAX compiles the same program.
 
     The results lie in memory of their own. Where there is no update, in a call that only
-    accumulates, in a window that is dropped and after an overflow of the loss scale, params come
+    accumulates, in a window that is left out and after an overflow of the loss scale, params come
     back as they are.
 
     Args:

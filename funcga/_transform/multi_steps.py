@@ -10,14 +10,16 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache, partial, reduce
+from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from funcga._backend import Arrays, Backend
 from funcga._backend.dispatch import backend_of, load_imported
 from funcga._call import Memory, Program, telling
 from funcga._call.supported import ANY, check_supported
-from funcga._fold import check_weight
-from funcga._fold.accumulator import Accumulation, AccumulatorState, StateFolding, empty
+from funcga._fold import Tally, check_weight
+from funcga._fold.accumulator import Accumulation, AccumulatorState, Parts, StateFolding, empty
 from funcga._replicas import step_of
 from funcga._tools import load
 from funcga._transform import Traits, Transform, optax_if_used, wrapped_transform
@@ -74,6 +76,16 @@ class MultiStepsState(NamedTuple):
     updated: Array
     dropped: Dropped
     observed: Tree = ()
+
+
+def classes_of_states() -> Sequence[type]:
+    """The classes that states consist of, those of tools among them, for what loads states."""
+    of_tools = {
+        "funcga.observers": "GradientNoise",
+        "funcga.tools.loss_scale": "LossScaledState",
+    }
+    there = [vars(import_module(tool))[name] for tool, name in of_tools.items() if find_spec(tool)]
+    return [AccumulatorState, Dropped, MultiStepsState, Parts, Tally, *there]
 
 
 class MultiSteps(Transform):
@@ -490,7 +502,7 @@ class MultiStepsUpdate(UpdateFunction):
             extra = {**extra, "weight": merged.total}
         run, like, inner, observed = step.run, value, state.inner, state.observed
         if folding.before:
-            run, like, inner = folding.observing(run), value[1], (inner, observed)
+            run, like, inner = folding.updating(run), value[1], (inner, observed)
         try:
             given = value, extra
             result, inner, updated = step.when(keep, run, inner, params, given, like)

@@ -25,7 +25,7 @@ def folding_of(window: Any, loss: torch.Tensor, aux: Tree) -> Folding:
     aux = trees.detached(aux, True)
     if program.readings is not None:
         readings = program.readings(gradient.compose(loss, aux, grads), arguments)
-        measured = readings.tool.ObservedGradient(readings, gradient, loss)
+        measured = readings.tool.MeasuredGradient(readings, gradient, loss)
         gradient = window.gradient = window.measuring = measured
         window.callback(gradient.end)
     outputs, leaves = program.bind(gradient.compose(loss, aux, grads), arguments)

@@ -38,7 +38,7 @@ def pure_loss(
         module: any module, in train or eval mode as it is at the time of a call.
         loss_fn: `loss_fn(module, *batch)` returns a scalar, or (scalar, aux) for has_aux=True.
         buffers: if False, every call sees the module's own buffers, and what it writes to them, as
-            BatchNorm does its running statistics, is dropped. If True, they are an argument and a
+            BatchNorm does its running statistics, is lost. If True, they are an argument and a
             result: `loss(params, buffers, *batch) -> (loss, buffers)`, or `(loss, (aux, buffers))`;
             `{name: tensor}` as `dict(module.named_buffers())`. To thread them through a window they
             are CARRY among the arguments and carry() among the folds;

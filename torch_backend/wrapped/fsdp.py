@@ -90,7 +90,7 @@ class FSDP2(Wrapper):
         return super().synchronising()
 
     def recover(self) -> None:
-        """Drops the sums, and lets the next forward pass begin anew."""
+        """Forgets the sums, and lets the next forward pass begin anew."""
         for part in self.parts:
             _private.reset_fsdp2(part)
         for leaf in self.leaves().values():

@@ -349,7 +349,7 @@ class ObservedFolding(StateFolding):
         measures, _ = self.readings.measured(leaves, weight)
         return [*measures, *leaves]
 
-    def observing(self, run: Callable[..., tuple[Tree, Tree]]) -> Callable[..., tuple[Tree, Tree]]:
+    def updating(self, run: Callable[..., tuple[Tree, Tree]]) -> Callable[..., tuple[Tree, Tree]]:
         """The function of an update, which also observes its window."""
 
         def observed(states: Tree, params: Tree, given: Tree) -> tuple[Tree, Tree]:

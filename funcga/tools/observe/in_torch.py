@@ -41,7 +41,7 @@ def _real(leaf: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return leaf
 
 
-class ObservedGradient:
+class MeasuredGradient:
     """A gradient function whose output begins with measures of the gradient, for one window.
 
     Hooks on the leaves of the window measure the gradients that come to them. A hook on a tensor
