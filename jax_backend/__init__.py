@@ -7,7 +7,6 @@ from funcga._tools import later
 from jax_backend import (
     arrays,
     loop,
-    replicas,
     states,
     transforms,
     trees,
@@ -47,4 +46,4 @@ __all__ = [
     "state_specs",
 ]
 
-BACKEND = Backend("jax", trees, arrays, transforms, loop, replicas, states, transforms)
+BACKEND = Backend("jax", trees, arrays, transforms, loop, states, transforms)

@@ -150,7 +150,7 @@ def _evaluate(
     """The output of grad_fn for `size` rows from row `start` on, or for all, and its tally unless
     that is known. Where it is watched, the output is (placeholders for what is measured, output).
     """
-    args, backend = arguments.cut(start, size, state, narrow), arguments.backend
+    args, backend = arguments.cut(start, size, state, narrow or arrays.slice), arguments.backend
     tally, remake, grad_fn = None, None, program.grad_fn
     # Each micro-batch weighs its rows, unless some may be left out.
     if size is None or program.weight is not None or program.skip is not None:

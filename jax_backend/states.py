@@ -17,7 +17,14 @@ from funcga._types import Array, Reduced, Scalar, Tree
 from funcga.errors import FuncgaError
 from jax_backend import merge as merging
 from jax_backend.arrays import as_varying, typed_axes, varying_axes
-from jax_backend.replicas import Replicas, check_step_merges, listed, read_across, spelled
+from jax_backend.replicas import (
+    Across,
+    check_step_merges,
+    listed,
+    read_across,
+    replicas_of,
+    spelled,
+)
 
 # -- sums
 
@@ -28,7 +35,7 @@ def add(
     """The accumulators of a window with the value of its last micro-batch, which is in its
     tally.
     """
-    if window.replicas is not None:
+    if window.across:
         _check_not_merged(leaves, window)
     elif isinstance(window.like, tuple) and not window.like:  # of multi_steps
         check_step_merges()
@@ -81,7 +88,7 @@ def _sharded_as(constant: Reduced, like: Reduced) -> Reduced:
 
 def _check_not_merged(leaves: Sequence[Array], window: Accumulation) -> None:
     """Raises FuncgaError for gradients that are merged over the replicas of a window already."""
-    names = window.replicas.names
+    names = read_across(window.across).names
     for leaf_index in range(window.outputs.before, len(leaves)):
         leaf = leaves[leaf_index]
         varying = frozenset(names) if leaf is None else varying_axes(jax.typeof(leaf))
@@ -102,25 +109,28 @@ def merged(window: Accumulation, memory: Memory, updates: Array, donate: bool) -
     """The window merged over its replicas, whose states have made so many `updates`; in the same
     memory if that is donated.
     """
+    replicas = replicas_of(window.across)
+    if replicas is None:  # across=() merges nothing
+        return window
     outputs, accumulators = window.outputs, dict(enumerate(window.accumulators))
     reduced = [accumulators[leaf_index] for leaf_index in outputs.reduced]
     rejected = window.rejected.astype(window.tally.weight[0].dtype)
     folded = merging.Folded(reduced, window.tally, [], [], window.unit, rejected)
-    folded = merging.merge(outputs, folded, window.replicas)
+    folded = merging.merge(outputs, folded, replicas)
     accumulators.update(zip(outputs.reduced, folded.reduced, strict=True))  # None stays
     sums, rejected = [*accumulators.values()], jnp.asarray(folded.rejected, jnp.int32)
     return Accumulation(outputs, sums, folded.total, folded.unit, rejected)
 
 
-def own_parts(
-    windows: Sequence[AccumulatorState], replicas: Replicas | None
-) -> list[AccumulatorState]:
-    """The parts of a state's window that belong to this replica; without replicas all, of
-    several states.
+def own_parts(windows: Sequence[AccumulatorState], across: Across | None) -> list[AccumulatorState]:
+    """The parts of a state's window that belong to this replica; without across= all, of several
+    states.
 
     Raises FuncgaError if a part is missing, or is another replica's. Of a state that was made on
     more devices a replica has several parts.
     """
+    if across is not None and replicas_of(across) is None:  # across=() merges nothing
+        return [*windows]
     first, *others = windows
     if others or not first.rejected.ndim:
         raise FuncgaError(
@@ -135,9 +145,12 @@ def own_parts(
 
 
 def as_part(
-    windows: Sequence[AccumulatorState], replicas: Replicas | None, is_empty: bool
+    windows: Sequence[AccumulatorState], across: Across | None, is_empty: bool
 ) -> AccumulatorState:
-    """A window as this replica's part of a state; without replicas the whole of all parts."""
+    """A window as this replica's part of a state; without across= the whole of all parts."""
+    replicas = None if across is None else replicas_of(across)
+    if replicas is None and across is not None:  # across=() merges nothing
+        return windows[0]
     # Parts are stacked along a leading axis, which is sharded over the devices.
     names = () if replicas is None else replicas.names
     stacked: AccumulatorState = jax.tree.map(

@@ -38,7 +38,7 @@ TOOLS = {
     "dropping": (("funcga/tools/dropping/",), ("finite numbers",)),
     "totals": (("funcga/tools/totals/",), ()),
     "reproducible": (("funcga/tools/reproducible/",), ()),
-    "windows by weight": (("funcga/tools/window_size/",), ()),
+    "windows by weight": (("funcga/tools/window_size/",), ("finite numbers",)),
     "loss scale": (("funcga/tools/loss_scale/",), ("finite numbers",)),
     "objects of nnx": (("funcga/tools/nnx_in_jax.py",), ()),
     "example keys": (("funcga/tools/example_keys/",), ()),

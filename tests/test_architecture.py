@@ -11,7 +11,7 @@ import pytest
 
 import jax_backend
 import torch_backend
-from funcga._backend import Arrays, Gradients, Loop, Replicas, States, Transforms, Trees
+from funcga._backend import Arrays, Gradients, Loop, States, Transforms, Trees
 from tests import house
 
 ROOT = Path(__file__).parent.parent
@@ -166,7 +166,7 @@ def summary(described):
 
 @pytest.mark.parametrize("backend", [torch_backend, jax_backend])
 def test_backends_supply_what_the_core_asks_for(backend):
-    for protocol in (Arrays, Trees, Gradients, Loop, Replicas, States, Transforms):
+    for protocol in (Arrays, Trees, Gradients, Loop, States, Transforms):
         check_supplied(getattr(backend.BACKEND, protocol.__name__.lower()), protocol)
 
 

@@ -9,7 +9,7 @@ import torch
 from funcga._backend import Backend
 from funcga._tools import later
 from funcga._transform.multi_steps import classes_of_states
-from torch_backend import arrays, gradients, loop, replicas, states, transforms, trees
+from torch_backend import arrays, gradients, loop, states, transforms, trees
 from torch_backend.modules import pure_loss, trainable
 from torch_backend.parameters import apply_updates, assign_grads
 from torch_backend.replicas import Replicas
@@ -64,7 +64,7 @@ __all__ = [
     "trainable",
 ]
 
-BACKEND = Backend("torch", trees, arrays, gradients, loop, replicas, states, transforms)
+BACKEND = Backend("torch", trees, arrays, gradients, loop, states, transforms)
 
 # States hold nothing but tensors and numbers, so torch.load takes them with weights_only=True.
 torch.serialization.add_safe_globals([*classes_of_states()])

@@ -296,7 +296,7 @@ def views_of(
     kinds = {*map(type, leaves)}, {*map(type, axes)}
     is_dense = kinds == ({torch.Tensor}, {int}) and {*map(_LAYOUT, leaves)} == {torch.strided}
     if take is not None or not is_dense or True in map(_IS_NESTED, leaves):
-        return (arguments.cut(start, size, state, take) for start, size in cuts)
+        return (arguments.cut(start, size, state, take or arrays.slice) for start, size in cuts)
     # The usual case: one call cuts a tensor into all of its views, before a backward pass leaves a
     # cold cache.
     sizes = [size for _, size in cuts]

@@ -21,7 +21,7 @@ from torch_backend._private import pytree, storage_key
 from torch_backend.arrays import without_overlap
 from torch_backend.dtensor import as_dtensor, local_tensors
 from torch_backend.reduce import Reduction
-from torch_backend.replicas import Replicas
+from torch_backend.replicas import replicas_of
 from torch_backend.sums import Folding, Sums
 
 # -- sums
@@ -199,7 +199,7 @@ def merged(window: Accumulation, memory: Memory, updates: Array, donate: bool) -
     """The window merged over its replicas, whose states have made so many `updates`; in the same
     memory if that is donated.
     """
-    reduction = Reduction(memory, window.replicas)
+    reduction = Reduction(memory, replicas_of(window.across))
     reduction.updates = arrays.scalar(updates)
     # What merges has all weighted sums in one unit, which the host knows.
     if isinstance(arrays.scalar(window.unit), torch.Tensor) or any(
@@ -224,18 +224,16 @@ def merged(window: Accumulation, memory: Memory, updates: Array, donate: bool) -
     )
 
 
-def own_parts(
-    windows: Sequence[AccumulatorState], replicas: Replicas | None
-) -> list[AccumulatorState]:
-    """The parts of a state's window that belong to this replica; without replicas all, of
-    several states.
+def own_parts(windows: Sequence[AccumulatorState], across: Any) -> list[AccumulatorState]:
+    """The parts of a state's window that belong to this replica; without across= all, of several
+    states.
 
     Raises FuncgaError if a part is missing, or is another replica's.
     """
     marks = [_mark(window) for window in windows]
-    if replicas is None:
+    if across is None:
         return [*windows] if marks == [None] else _parts_of_all(windows, marks)
-    [window], [mark], own = windows, marks, (replicas.channel.rank, replicas.channel.count)
+    [window], [mark], own = windows, marks, _own_mark(across)
     if mark not in (None, _WHOLE, own):
         raise _incomplete(marks)
     # The first replica goes on from the window of all; an empty one is the same for everybody.
@@ -273,6 +271,12 @@ def _mark(window: AccumulatorState) -> tuple[int, int] | None:
     return None if isinstance(window.part, tuple) else tuple(window.part.tolist())
 
 
+def _own_mark(across: Any) -> tuple[int, int]:
+    """(rank, count) of this replica."""
+    channel = replicas_of(across).channel
+    return channel.rank, channel.count
+
+
 def _incomplete(marks: Sequence[tuple[int, int] | None]) -> FuncgaError:
     return FuncgaError(
         "the state was saved in the middle of a window, as the part of replica (rank, number of "
@@ -284,11 +288,8 @@ def _incomplete(marks: Sequence[tuple[int, int] | None]) -> FuncgaError:
     )
 
 
-def as_part(
-    windows: Sequence[AccumulatorState], replicas: Replicas | None, is_empty: bool
-) -> AccumulatorState:
-    """A window as this replica's part of a state; without replicas the whole of all parts."""
-    part = _WHOLE
-    if replicas is not None and not is_empty:
-        part = replicas.channel.rank, replicas.channel.count
+def as_part(windows: Sequence[AccumulatorState], across: Any, is_empty: bool) -> AccumulatorState:
+    """A window as this replica's part of a state; without across= the whole of all parts."""
+    part = _WHOLE if across is None else _own_mark(across)
+    part = _WHOLE if is_empty else part
     return windows[0]._replace(part=torch.tensor(part, dtype=torch.int32, device="cpu"))

@@ -66,10 +66,6 @@ class Arrays(Protocol):
         """The dtype of this name; FuncgaError if the framework has none."""
         ...
 
-    def slice(self, array: Array, axis: int, start: Any, size: int) -> Array:
-        """`size` rows from `start` on, along an axis."""
-        ...
-
     def scalar(self, weight: Any) -> Any:
         """A weight as a Python number where the host can see it without waiting for a device,
         else as it is.
@@ -123,18 +119,6 @@ class Loop(Protocol):
         ...
 
 
-class Replicas(Protocol):
-    """A framework's replicas: what `across=` names."""
-
-    def replicas_of(self, across: Any) -> Any:
-        """The replicas that `across=` names; FuncgaError if it names none."""
-        ...
-
-    def summed(self, number: Scalar, replicas: Any) -> Scalar:
-        """The sum of a scalar over the replicas."""
-        ...
-
-
 class States(Protocol):
     """How a framework adds to the sums of a state between calls, divides and empties them, and how
     replicas share a window. Donated arguments may be written to, and results may share their
@@ -167,18 +151,21 @@ class States(Protocol):
         """The accumulators of an empty window like this one."""
         ...
 
-    # Over replicas, each of which folds a window of its own until an update.
+    # Over the replicas that `across=` names; each folds a window of its own until an update.
 
-    def own_parts(self, windows: Sequence[Window], replicas: Any) -> list[Window]:
-        """The parts of a state's window that belong to this replica; without replicas all, of
+    def own_parts(self, windows: Sequence[Window], across: Any) -> list[Window]:
+        """The parts of a state's window that belong to this replica; without across= all, of
         several states.
 
         Raises FuncgaError if a part is missing, or is another replica's.
         """
         ...
 
-    def as_part(self, windows: Sequence[Window], replicas: Any, is_empty: bool) -> Window:
-        """A window as this replica's part of a state; without replicas the whole of all parts."""
+    def as_part(self, windows: Sequence[Window], across: Any, is_empty: bool) -> Window:
+        """A window as this replica's part of a state; without across= the whole of all parts.
+
+        Raises FuncgaError if it names no replicas.
+        """
         ...
 
     def merged(
@@ -237,6 +224,5 @@ class Backend:
     arrays: Arrays
     gradients: Gradients
     loop: Loop
-    replicas: Replicas
     states: States
     transforms: Transforms

@@ -142,11 +142,11 @@ class Arguments:
     ) -> tuple[Any, ...]:
         """The arguments of the micro-batch of `size` rows from row `start` on; with size None,
         of all rows. state: the values of the leaves that are CARRY. narrow: `narrow(array, axis,
-        start, size)` slices the rows; by default those that follow `start`.
+        start, size)` slices the rows; by default those that follow `start`, as indexing does.
         """
         # The leaves that are CARRY take what is in the state, in order.
         threaded = iter(state)
-        narrow, unflatten = narrow or self.backend.arrays.slice, self.backend.trees.unflatten
+        narrow, unflatten = narrow or _sliced, self.backend.trees.unflatten
         args = []
         for part in self.parts:
             if not part.axes:
@@ -244,6 +244,12 @@ def read_arguments(
 def _axes_below(axis: Tree, arg: Tree, trees: Trees, name: str) -> list[PrefixValue]:
     what = "in_axes is no prefix of the arguments"
     return broadcast(axis, arg, _is_axis, trees, name, what)
+
+
+def _sliced(array: Array, axis: int, start: int, size: int) -> Array:
+    """`size` rows from `start` on, along an axis."""
+    whole = (slice(None),) * (axis % len(array.shape))
+    return array[(*whole, slice(start, start + size))]
 
 
 def _is_list(node: object) -> bool:

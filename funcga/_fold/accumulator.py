@@ -97,7 +97,7 @@ LEAST_UNIT = 2.0**-124
 class Accumulation(NamedTuple):
     """A window that is open: the fold of each leaf, its accumulator, and all else of the state.
 
-    Accumulators of means are sums of w / unit * v. `replicas`: of whose window it is a part.
+    Accumulators of means are sums of w / unit * v. `across`: of whose window it is a part.
     """
 
     outputs: Outputs
@@ -106,7 +106,7 @@ class Accumulation(NamedTuple):
     unit: Scalar
     rejected: Scalar
     like: Tree = ()
-    replicas: Any = None
+    across: Any = None
 
     @property
     def total(self) -> Scalar:
@@ -121,9 +121,9 @@ class Accumulation(NamedTuple):
         backend = self.outputs.backend
         tree = backend.trees.unflatten(self.outputs.structure, leaves)
         whole = AccumulatorState(tree, self.tally, self.rejected, (), self.unit, self.like)
-        if self.replicas is None:
+        if self.across is None:
             return whole
-        return backend.states.as_part([whole], self.replicas, is_empty)  # type: ignore[no-any-return]
+        return backend.states.as_part([whole], self.across, is_empty)  # type: ignore[no-any-return]
 
     def add(
         self, leaves: Sequence[Array], weight: Scalar = 1, donate: bool = False
@@ -294,7 +294,7 @@ class Accumulation(NamedTuple):
         )
 
 
-def empty(outputs: Outputs, accumulators: Sequence[Reduced], replicas: Any = None) -> Accumulation:
+def empty(outputs: Outputs, accumulators: Sequence[Reduced], across: Any = None) -> Accumulation:
     """The empty window of these accumulators."""
     arrays = outputs.backend.arrays
     # Weights are counted in 64 bits only if some sums are.
@@ -305,7 +305,7 @@ def empty(outputs: Outputs, accumulators: Sequence[Reduced], replicas: Any = Non
     unit = arrays.as_array(1, dtype)
     steps, rejected = (arrays.as_array(0, arrays.xp.int32) for _ in range(2))
     tally = Tally(weight, steps)
-    return Accumulation(outputs, accumulators, tally, unit, rejected, replicas=replicas)
+    return Accumulation(outputs, accumulators, tally, unit, rejected, across=across)
 
 
 class StateFolding:

@@ -377,9 +377,7 @@ class MultiStepsUpdate(UpdateFunction):
                     "the state of multi_steps cannot grow. Fold with funcga.mean(), per_weight() "
                     "or sum(); or fold the window in one call, by funcga.accumulate."
                 )
-        across = self.program.across
-        replicas = None if across is None else backend.replicas.replicas_of(across)
-        window = nothing._replace(replicas=replicas).packed(is_empty=True)
+        window = nothing._replace(across=self.program.across).packed(is_empty=True)
         counts, dropped = (zero(), zero(), arrays.as_array(False)), Dropped(zero(), zero())
         return MultiStepsState(self.tx.init(wide), window, *counts, dropped, observed)
 
@@ -410,10 +408,7 @@ class MultiStepsUpdate(UpdateFunction):
             trained = None if params is None else before.matched(params, "params")[0]
             window, state = self.add(grads, before, state, weight, owned)
             if hasattr(n, "is_full"):
-                total, updates = window.total, arrays.scalar(state.updates)
-                if window.replicas is not None:
-                    total = backend.replicas.summed(total, window.replicas)
-                full = n.is_full(total, updates, arrays)
+                full = n.is_full(window, arrays.scalar(state.updates))
             # Sums that this call has made may be written to when the window ends.
             spent = owned or not window.shares_sums(before)
             # A Python branch if the host sees the predicate, else a conditional of the program.
@@ -481,7 +476,7 @@ class MultiStepsUpdate(UpdateFunction):
         window = self.opened(state, backend)
         # Merged first, as only the whole window shows whether there is an update.
         merged, dropped = window, state.dropped
-        if window.replicas is not None:
+        if window.across is not None:
             merged, spent = states.merged(window, self.program.memory, state.updates, spent), True
             if keep is not True:
                 keep = arrays.scalar(merged.tally.steps + merged.rejected > 0)
@@ -512,7 +507,7 @@ class MultiStepsUpdate(UpdateFunction):
             raise
         if folding.before:
             inner, observed = inner
-        emptied = empty(window.outputs, states.emptied(window), window.replicas)
+        emptied = empty(window.outputs, states.emptied(window), window.across)
         integer, flag = arrays.xp.int32, arrays.as_array(updated)
         updates, zero = (
             state.updates + arrays.as_array(updated, integer),
@@ -525,19 +520,17 @@ class MultiStepsUpdate(UpdateFunction):
 
     def opened(self, state: MultiStepsState, backend: Backend) -> Accumulation:
         """The window of a state, of this replica."""
-        window = state.window
-        across = self.program.across
-        replicas = None if across is None else backend.replicas.replicas_of(across)
+        window, across = state.window, self.program.across
         # Without replicas the window is whole.
-        if replicas is None and isinstance(window.part, tuple):
+        if across is None and isinstance(window.part, tuple):
             return self.folding.opened(window, backend)
         # A state saved on another number of replicas may have several parts for this one, or none.
-        own = backend.states.own_parts([window], replicas)
+        own = backend.states.own_parts([window], across)
         parts = [self.folding.opened(part, backend) for part in own]
         if not parts:
             whole = self.folding.opened(window, backend)
             parts = [empty(whole.outputs, backend.states.emptied(whole))]
-        return reduce(Accumulation.merge, parts)._replace(replicas=replicas)
+        return reduce(Accumulation.merge, parts)._replace(across=across)
 
 
 # -- params

@@ -14,6 +14,7 @@ from funcga._types import Tree
 from funcga.tools.coupled import SUM, Coupled, Summaries, unused
 from jax_backend import sharding
 from jax_backend.loop import accumulated, fold_batch, tallies_of, tally_of
+from jax_backend.replicas import replicas_of
 from jax_backend.sharding import Spread
 from jax_backend.transforms import depends
 from jax_backend.trees import Compiled
@@ -112,7 +113,7 @@ def _rows(
     cotangent of a collected leaf.
     """
     across = job.program.across
-    replicas = None if across is None else backend.replicas.replicas_of(across)
+    replicas = None if across is None else replicas_of(across)
     (_, size), *_ = job.program.split.groups(rows)
 
     def rows_of(index: jax.Array, leaf_index: int, part: jax.Array, axis: int) -> jax.Array:

@@ -1,10 +1,18 @@
-"""Whether numbers are finite, for tools that look at gradients."""
+"""Whether numbers are finite, for tools that look at gradients, and sums over replicas."""
 
 from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
 
 from funcga._backend import Backend
 from funcga._tools import load
-from funcga._types import Array
+from funcga._types import Array, Scalar
+
+
+def summed(number: Scalar, across: Any, backend: Backend) -> Scalar:
+    """The sum of a scalar over the replicas that `across=` names."""
+    replicas = import_module(f"{backend.name}_backend.replicas")
+    return replicas.summed(number, replicas.replicas_of(across))
 
 
 def finite(leaves: Sequence[Array | None], backend: Backend) -> Array:

@@ -10,7 +10,7 @@ from funcga._transform import DonatingTransform, Traits, Transform, wrapped_tran
 from funcga._transform.apply import Step, UpdateFunction, traits_of
 from funcga._types import Array, Tree
 from funcga.errors import check_count
-from funcga.tools.finite import finite
+from funcga.tools.finite import finite, summed
 
 
 class LossScaledState(NamedTuple):
@@ -150,8 +150,7 @@ class _ScaledUpdate(UpdateFunction):
         if self.across is not None:
             # All replicas skip the window if any has a gradient that is not finite.
             infinite = backend.arrays.as_array(~is_finite, backend.arrays.as_dtype("float32"))
-            replicas = backend.replicas.replicas_of(self.across)
-            is_finite = backend.replicas.summed(infinite, replicas) == 0
+            is_finite = summed(infinite, self.across, backend) == 0
         step, scaled = Step(self.tx, backend, owned, into), backend.states.scaled
 
         def run(inner: Tree, params: Tree, given: tuple[Any, ...]) -> tuple[Tree, Tree]:

@@ -4,10 +4,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from funcga._backend import Arrays
 from funcga._fold import check_quantity, has_no_axes, is_quantity, weight_on_host
+from funcga._fold.accumulator import Accumulation
 from funcga._types import Array, Scalar
 from funcga.errors import FuncgaError
+from funcga.tools.finite import summed
 
 Item = TypeVar("Item")
 _Size = TypeVar("_Size")
@@ -73,9 +74,13 @@ class TargetWeight:
             )
         return target
 
-    def is_full(self, weight: Scalar, updates: Scalar, arrays: Arrays) -> Scalar:
-        """Whether a window of this weight is full after so many updates."""
-        target, amount = self._after(updates, arrays.scalar), _in_full(weight)
+    def is_full(self, window: Accumulation, updates: Scalar) -> Scalar:
+        """Whether a window is full after so many updates, with its parts on all replicas."""
+        backend, weight = window.outputs.backend, window.total
+        if window.across:  # not None, and not the () of JAX, which merges nothing
+            weight = summed(weight, window.across, backend)
+        arrays, amount = backend.arrays, _in_full(weight)
+        target = self._after(updates, arrays.scalar)
         if not arrays.is_array(target):
             return amount >= float(target)  # JAX takes no int of more than 31 bits
         if arrays.is_array(amount):
