@@ -155,8 +155,9 @@ def accumulate(
     given = totals, observe, drop, drop_if
     if searches or given.count(None) < len(given):
         program, counting = _composed(program, *given, searches)
-    search = load("plan.search", 'n="auto"').Search(program, counting) if searches else None
-    programs = [program] if counting is None else [counting, program]
+    search = load("plan.search", 'n="auto"').Search(counting) if searches else None
+    # What folds a batch: a tool in the place of the backend's loop, or that.
+    loop = search or counting
     # torch.compile may trace a call, but not what is cached at the first one.
     is_told = program.is_told
     # A gradient function has no name of its own to copy.
@@ -166,16 +167,13 @@ def accumulate(
     @functools.wraps(grad_fn, assigned=names, updated=())
     def accumulated(*args: Any, **kwargs: Any) -> Any:
         """The fold of grad_fn over the micro-batches that the arguments are split into."""
-        with telling(*programs) if is_told else nullcontext():
+        with telling(counting, program) if is_told else nullcontext():
             # The arrays of each call determine the framework.
             backend = backend_of_call(grad_fn, args, kwargs)
-            if search is None:
-                return (counting or backend.loop).accumulate(program, backend)(args, kwargs)
-            this().n, result = search(backend, args, kwargs)  # type: ignore[union-attr]
-            return result
+            return (loop or backend.loop).accumulate(program, backend)(args, kwargs)
 
-    # Not a name of the closure, which would be a cycle that keeps grad_fn, and its module, alive.
-    this = weakref.ref(accumulated)
+    if search is not None:  # a cycle would keep grad_fn, and its module, alive
+        search.step = weakref.ref(accumulated)
     # For code that wraps the step, and for tools that inspect it.
     accumulated.program, accumulated.counting = program, counting  # type: ignore[attr-defined]
     return accumulated
@@ -260,12 +258,11 @@ def stream(
     given = totals, observe, drop, drop_if
     if given.count(None) < len(given):
         program, counting = _composed(program, *given)
-    programs = [program] if counting is None else [counting, program]
     owner = owner_of(grad_fn)
 
     def streamed(*args: Any, **kwargs: Any) -> Any:
         """The fold of grad_fn over an iterable of micro-batches: f(params, microbatches)."""
-        with telling(*programs):
+        with telling(counting, program):
             *leading, microbatches = args
             if hasattr(microbatches, "shape") or isinstance(microbatches, Mapping | str):
                 raise FuncgaError(

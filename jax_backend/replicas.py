@@ -142,9 +142,11 @@ def read_across(across: Across) -> Replicas:
     return across if isinstance(across, Replicas) else Replicas(across)
 
 
-def summed(number: Scalar, replicas: Replicas) -> Scalar:
-    """The sum of a scalar over the replicas."""
-    return lax.psum(arrays.as_varying(jnp.asarray(number), replicas.names), replicas.names)
+def summed(number: Scalar, across: Across) -> Scalar:
+    """The sum of a scalar over the replicas that `across=` names."""
+    replicas = replicas_of(across)
+    names = () if replicas is None else replicas.names
+    return lax.psum(arrays.as_varying(jnp.asarray(number), names), names)
 
 
 def check_step_merges() -> None:

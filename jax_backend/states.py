@@ -35,8 +35,9 @@ def add(
     """The accumulators of a window with the value of its last micro-batch, which is in its
     tally.
     """
-    if window.across:
-        _check_not_merged(leaves, window)
+    replicas = None if window.across is None else replicas_of(window.across)
+    if replicas is not None:
+        _check_not_merged(leaves, window, replicas.names)
     elif isinstance(window.like, tuple) and not window.like:  # of multi_steps
         check_step_merges()
     triples = zip(window.outputs.folds, leaves, weights, strict=True)
@@ -86,9 +87,10 @@ def _sharded_as(constant: Reduced, like: Reduced) -> Reduced:
 # -- over replicas
 
 
-def _check_not_merged(leaves: Sequence[Array], window: Accumulation) -> None:
+def _check_not_merged(
+    leaves: Sequence[Array], window: Accumulation, names: tuple[str, ...]
+) -> None:
     """Raises FuncgaError for gradients that are merged over the replicas of a window already."""
-    names = read_across(window.across).names
     for leaf_index in range(window.outputs.before, len(leaves)):
         leaf = leaves[leaf_index]
         varying = frozenset(names) if leaf is None else varying_axes(jax.typeof(leaf))
@@ -109,14 +111,11 @@ def merged(window: Accumulation, memory: Memory, updates: Array, donate: bool) -
     """The window merged over its replicas, whose states have made so many `updates`; in the same
     memory if that is donated.
     """
-    replicas = replicas_of(window.across)
-    if replicas is None:  # across=() merges nothing
-        return window
     outputs, accumulators = window.outputs, dict(enumerate(window.accumulators))
     reduced = [accumulators[leaf_index] for leaf_index in outputs.reduced]
     rejected = window.rejected.astype(window.tally.weight[0].dtype)
     folded = merging.Folded(reduced, window.tally, [], [], window.unit, rejected)
-    folded = merging.merge(outputs, folded, replicas)
+    folded = merging.merge(outputs, folded, read_across(window.across))
     accumulators.update(zip(outputs.reduced, folded.reduced, strict=True))  # None stays
     sums, rejected = [*accumulators.values()], jnp.asarray(folded.rejected, jnp.int32)
     return Accumulation(outputs, sums, folded.total, folded.unit, rejected)
@@ -129,8 +128,6 @@ def own_parts(windows: Sequence[AccumulatorState], across: Across | None) -> lis
     Raises FuncgaError if a part is missing, or is another replica's. Of a state that was made on
     more devices a replica has several parts.
     """
-    if across is not None and replicas_of(across) is None:  # across=() merges nothing
-        return [*windows]
     first, *others = windows
     if others or not first.rejected.ndim:
         raise FuncgaError(
@@ -148,10 +145,8 @@ def as_part(
     windows: Sequence[AccumulatorState], across: Across | None, is_empty: bool
 ) -> AccumulatorState:
     """A window as this replica's part of a state; without across= the whole of all parts."""
-    replicas = None if across is None else replicas_of(across)
-    if replicas is None and across is not None:  # across=() merges nothing
-        return windows[0]
     # Parts are stacked along a leading axis, which is sharded over the devices.
+    replicas = replicas_of(across) if across else None
     names = () if replicas is None else replicas.names
     stacked: AccumulatorState = jax.tree.map(
         lambda *parts: jnp.stack([as_varying(part, names) for part in parts]), *windows

@@ -98,10 +98,10 @@ def are_processes(across: Any) -> bool:
     return isinstance(across, Replicas | dist.ProcessGroup | DeviceMesh | int)
 
 
-def summed(number: Scalar, replicas: Replicas) -> Scalar:
-    """The sum of a scalar over the replicas."""
+def summed(number: Scalar, across: Any) -> Scalar:
+    """The sum of a scalar over the replicas that `across=` names."""
     total = torch.as_tensor(number).to(torch.float64, copy=True)
-    replicas.channel.carrier(total.device).allreduce([total]).wait()
+    replicas_of(across).channel.carrier(total.device).allreduce([total]).wait()
     return arrays.scalar(total)
 
 

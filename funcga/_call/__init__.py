@@ -183,13 +183,14 @@ def _ignores_weights(fold: Fold) -> bool:
     )
 
 
-def telling(*programs: Program) -> AbstractContextManager[object]:
-    """The context of a call that folds these programs one after the other, in which other
-    processes that fold them are told of an error.
+def telling(*programs: Program | None) -> AbstractContextManager[object]:
+    """The context of a call that folds these programs one after the other, as far as there are
+    such, in which other processes that fold them are told of an error.
     """
-    if not any(program.is_told for program in programs):
+    folded = [program for program in programs if program is not None]
+    if not folded[-1].is_told:
         return nullcontext()
-    told = (backend.loop.telling(programs, backend) for backend in load_imported())
+    told = (backend.loop.telling(folded, backend) for backend in load_imported())
     return next((context for context in told if context is not None), nullcontext())
 
 

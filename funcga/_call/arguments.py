@@ -248,8 +248,7 @@ def _axes_below(axis: Tree, arg: Tree, trees: Trees, name: str) -> list[PrefixVa
 
 def _sliced(array: Array, axis: int, start: int, size: int) -> Array:
     """`size` rows from `start` on, along an axis."""
-    whole = (slice(None),) * (axis % len(array.shape))
-    return array[(*whole, slice(start, start + size))]
+    return array.swapaxes(0, axis)[start : start + size].swapaxes(0, axis)
 
 
 def _is_list(node: object) -> bool:

@@ -121,7 +121,7 @@ class Accumulation(NamedTuple):
         backend = self.outputs.backend
         tree = backend.trees.unflatten(self.outputs.structure, leaves)
         whole = AccumulatorState(tree, self.tally, self.rejected, (), self.unit, self.like)
-        if self.across is None:
+        if not self.across:
             return whole
         return backend.states.as_part([whole], self.across, is_empty)  # type: ignore[no-any-return]
 

@@ -476,7 +476,7 @@ class MultiStepsUpdate(UpdateFunction):
         window = self.opened(state, backend)
         # Merged first, as only the whole window shows whether there is an update.
         merged, dropped = window, state.dropped
-        if window.across is not None:
+        if window.across:
             merged, spent = states.merged(window, self.program.memory, state.updates, spent), True
             if keep is not True:
                 keep = arrays.scalar(merged.tally.steps + merged.rejected > 0)
@@ -521,9 +521,9 @@ class MultiStepsUpdate(UpdateFunction):
     def opened(self, state: MultiStepsState, backend: Backend) -> Accumulation:
         """The window of a state, of this replica."""
         window, across = state.window, self.program.across
-        # Without replicas the window is whole.
-        if across is None and isinstance(window.part, tuple):
-            return self.folding.opened(window, backend)
+        # Without replicas, also with the () of JAX, the window is whole.
+        if not across and isinstance(window.part, tuple):
+            return self.folding.opened(window, backend)._replace(across=across)
         # A state saved on another number of replicas may have several parts for this one, or none.
         own = backend.states.own_parts([window], across)
         parts = [self.folding.opened(part, backend) for part in own]

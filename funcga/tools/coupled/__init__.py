@@ -108,12 +108,11 @@ def coupled(
     program = read_program(summary_fn, fold, weight, in_axes, across, split)
     counting = None if totals is None else load("totals", "totals=").counting(program, totals)
     job = Coupled(program, gradient, None if across is None else step_of(loss_fn), counting)
-    programs = [each for each in (counting, program, job.second) if each is not None]
 
     @wraps(summary_fn, assigned=("__doc__", "__name__", "__qualname__"), updated=())
     def step(*args: Any, **kwargs: Any) -> Any:
         """The loss and its gradient."""
-        with telling(*programs):
+        with telling(counting, program, job.second):
             backend = backend_of_call(summary_fn, args, kwargs)
             _check_folds(program.fold, backend)
             return job.passes(backend)(args, kwargs)

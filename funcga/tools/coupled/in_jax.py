@@ -36,7 +36,8 @@ def _in_two_passes(
     """The step, traced."""
     program = job.program
     if job.counting is not None:
-        totals, _ = accumulated(job.counting.of(program), backend, spread, args, {})
+        counting = replace(job.counting, split=program.split)
+        totals, _ = accumulated(counting, backend, spread, args, {})
         kwargs = dict(**kwargs, totals=totals)
     arguments = program.read(args, backend)
     arg_indices = job.arg_indices(arguments)

@@ -54,7 +54,7 @@ def coupled(job: Coupled, backend: Backend) -> Callable[..., Tree]:
                 "fold=funcga.concat())(params, *batch))."
             )
         if job.counting is not None:
-            counting = job.counting.of(job.program)
+            counting = replace(job.counting, split=job.program.split)
             kwargs = dict(**kwargs, totals=backend.loop.accumulate(counting, backend)(args, {}))
         program, summary = job.program, _Summary(job, backend, args)
         Source(program, backend)  # refuses what it cannot be

@@ -2,17 +2,15 @@
 
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any
 
 from funcga._backend import Backend
 from funcga._tools import load
-from funcga._types import Array, Scalar
+from funcga._types import Across, Array, Scalar
 
 
-def summed(number: Scalar, across: Any, backend: Backend) -> Scalar:
+def summed(number: Scalar, across: Across, backend: Backend) -> Scalar:
     """The sum of a scalar over the replicas that `across=` names."""
-    replicas = import_module(f"{backend.name}_backend.replicas")
-    return replicas.summed(number, replicas.replicas_of(across))
+    return import_module(f"{backend.name}_backend.replicas").summed(number, across)
 
 
 def finite(leaves: Sequence[Array | None], backend: Backend) -> Array:

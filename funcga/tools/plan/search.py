@@ -4,6 +4,7 @@ import gc
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from funcga._backend import Backend
@@ -18,25 +19,37 @@ _SHAPES = 256
 
 
 class Search:
-    """The fold of a program with the smallest n that fits; what fitted is remembered for each shape
-    of arguments.
+    """A loop that folds a program with the smallest n that fits; what fitted is remembered for each
+    shape of arguments.
 
     A window that runs out of memory is dropped and replayed from its start with more micro-batches.
     So no part of it is counted twice, and the result is that of the n that ran to its end.
     """
 
-    def __init__(self, program: Program, counting: Any = None):
+    step: (
+        Any  # a weak reference to the step, whose `n` is that of the last call; set by `accumulate`
+    )
+
+    def __init__(self, counting: Any = None):
         """`counting`: the program that counts a batch first."""
-        self.program, self.counting = program, counting
+        self.counting = counting
         # Imported now, as torch.compile cannot trace an import.
         self.sides = {backend.name: side(backend) for backend in load_imported()}
         self.fitted: dict[Any, int] = {}
         self.programs: dict[int, Program] = {}
 
-    def __call__(
-        self, backend: Backend, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[int, Any]:
-        """(n, the result). Raises what the framework raises if not even one row at a time fits."""
+    def accumulate(self, program: Program, backend: Backend) -> Callable[..., Any]:
+        """f(args, kwargs): the fold of the program over the micro-batches cut from args."""
+        return partial(self._fold, program, backend)
+
+    def _fold(
+        self,
+        program: Program,
+        backend: Backend,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """The result. Raises what the framework raises if not even one row at a time fits."""
         own = self.sides.get(backend.name) or side(backend)
         if own.is_compiling():
             raise FuncgaError(
@@ -46,17 +59,15 @@ class Search:
             )
         leaves = filter(backend.arrays.is_array, backend.trees.flatten((args, kwargs))[0])
         key = backend.name, *[(tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves]
-        owner = owner_of(self.program.grad_fn)
+        owner = owner_of(program.grad_fn)
         undo = None if owner is None else owner.snapshot()
 
         def run(n: int) -> Any:
             if undo is not None:  # an earlier attempt may have written to the module's buffers
                 undo()
-            program = self.programs.setdefault(
-                n, replace(self.program, split=Split(n), memory=Memory())
-            )
+            of_n = self.programs.setdefault(n, replace(program, split=Split(n), memory=Memory()))
             loop = self.counting or backend.loop
-            result = loop.accumulate(program, backend)(args, kwargs)
+            result = loop.accumulate(of_n, backend)(args, kwargs)
             # JAX raises when the result is waited for.
             for leaf in backend.trees.flatten(result)[0]:
                 if hasattr(leaf, "block_until_ready"):
@@ -68,13 +79,13 @@ class Search:
             # An invalid call raises in the attempt, too.
             with suppress(Exception):
                 counting = self.counting
-                fitted = planned(self.program, backend, args, kwargs, counting=counting).n
-        rows = self.program.read(args, backend).rows()
+                fitted = planned(program, backend, args, kwargs, counting=counting).n
+        rows = program.read(args, backend).rows()
         n, result = smallest(run, rows, own.is_out_of_memory, fitted)
         if len(self.fitted) > _SHAPES:
             self.fitted.clear()
-        self.fitted[key] = n
-        return n, result
+        self.fitted[key] = self.step().n = n
+        return result
 
 
 def smallest(

@@ -82,17 +82,13 @@ class Counting(Program):
         program = replace(self, fold=sum() if has_long_integers else _SUM)
         return Program.bind(program, value, arguments)
 
-    def of(self, program: Program) -> "Counting":
-        """The program that counts a batch that is split as that of another program."""
-        return replace(self, split=program.split)
-
     def accumulate(self, program: Program, backend: Backend) -> Callable[..., Tree]:
         """f(args, kwargs): the fold of the program over a batch, once that is counted."""
-        both = self.of(program), program
+        counting = replace(self, split=program.split)
         if backend.name == "jax":
             in_jax = load("totals.in_jax", "totals=")
-            return in_jax.accumulate(*both, backend)  # type: ignore[no-any-return]
-        count, fold = [backend.loop.accumulate(each, backend) for each in both]
+            return in_jax.accumulate(counting, program, backend)  # type: ignore[no-any-return]
+        count, fold = [backend.loop.accumulate(each, backend) for each in (counting, program)]
         return lambda args, kwargs: fold(args, dict(**kwargs, totals=count(args, {})))
 
     def of_stream(

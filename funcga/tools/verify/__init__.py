@@ -28,7 +28,6 @@ import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 from funcga._accumulate import TotalsFn, accumulate
 from funcga._call import owner_of
@@ -268,15 +267,15 @@ def verify(
     # A loss that does not depend on its parameters is a cause here, and no error.
     if isinstance(grad_fn, GradientFunction):
         grad_fn = replace(grad_fn, reached={True})
-    step: Any = job or accumulate(grad_fn, 1, **options)
-    of_step = step.program, job, args, kwargs
-    probe = Probe(*of_step, precise=False, counting=step.counting)
+    step = vars(job or accumulate(grad_fn, 1, **options))
+    program, counting = step["program"], step["counting"]
+    probe = Probe(program, job, args, kwargs, precise=False, counting=counting)
     case, found = Case(probe, _counts(n, probe), seed), list[Answer]()
     with probe.random_kept():
         # In float64 if possible, where rounding hides next to nothing.
         with probe.framework.precision(precise=True):
             try:
-                case.probe = Probe(*of_step, precise=True, counting=step.counting)
+                case.probe = Probe(program, job, args, kwargs, precise=True, counting=counting)
                 _ = case.probe.whole
             # Something that the function closes over is in another dtype than float64.
             except Exception as error:
