@@ -392,7 +392,7 @@ def _finished(program: Program, outputs: Outputs, folded: Folded, kwargs: Kwargs
     # Raises FuncgaError, which names the leaf, for a result that is lost where the host sees it.
     lost: list[jax.Array] = []
     for (leaf_index, fold), reduced in zip(outputs.reduced.items(), folded.reduced, strict=True):
-        if fold.fold.normalizer.lost is not None:
+        if fold.fold.normalizer.lost:
             path = lambda leaf_index=leaf_index: outputs.paths()[leaf_index]
             lost += fold.check_known(reduced, folded.total, path)
     return result, lost

@@ -13,11 +13,7 @@ _LOADED: dict[str, Backend] = {}  # as sys.modules would be, but torch.compile g
 
 
 def load(framework: str) -> Backend:
-    """The backend of a framework.
-
-    Raises FuncgaError if the framework is not installed, or if another module has the backend's
-    name.
-    """
+    """The backend of a framework. Raises FuncgaError if the framework is not installed."""
     if framework in _LOADED:
         return _LOADED[framework]
     name = f"{framework}_backend"
@@ -30,14 +26,7 @@ def load(framework: str) -> Backend:
             f"{error.name} is not installed, and this call needs it. Install it: pip install "
             f"'funcga[{framework}]'"
         ) from error
-    backend = getattr(module, "BACKEND", None)
-    if not isinstance(backend, Backend):
-        raise FuncgaError(
-            f"`import {name}` finds {module}, which is not funcga's: it hides the backend. Rename "
-            f"that file, or reinstall: pip install 'funcga[{framework}]'"
-        )
-    _LOADED[framework] = backend
-    return backend
+    return _LOADED.setdefault(framework, module.BACKEND)
 
 
 def load_imported() -> list[Backend]:

@@ -270,10 +270,8 @@ class LeafFold:
         """Raises FuncgaError if the host sees that the result is lost, as that of a sum out of
         range. Returns the conditions for it that the host does not see.
         """
-        unseen: list[Array] = []
-        if self.fold.normalizer.lost is None:
-            return unseen
-        for condition, why in self.fold.normalizer.lost(self.arrays.xp, reduced, tally):
+        unseen, lost = list[Array](), self.fold.normalizer.lost
+        for condition, why in lost(self.arrays.xp, reduced, tally) if lost else ():
             # While planning, arrays without numbers count as True: here, as known.
             known = self.arrays.scalar(condition ^ True)
             if not isinstance(known, bool):

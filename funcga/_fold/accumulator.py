@@ -215,7 +215,7 @@ class Accumulation(NamedTuple):
         """
         outputs = self.outputs
         for leaf_index, fold in enumerate(outputs.folds):
-            if fold is not None and fold.fold.normalizer.lost is not None:
+            if fold is not None and fold.fold.normalizer.lost:
                 path = lambda leaf_index=leaf_index: outputs.paths(name)[leaf_index]
                 fold.check_known(self.accumulators[leaf_index], self.tally, path)
         # A mean is divided by the weight in the unit of its sum.

@@ -36,8 +36,7 @@ def _in_two_passes(
     """The step, traced."""
     program = job.program
     if job.counting is not None:
-        counting = replace(job.counting, split=program.split)
-        totals, _ = accumulated(counting, backend, spread, args, {})
+        totals, _ = accumulated(job.counting, backend, spread, args, {})
         kwargs = dict(**kwargs, totals=totals)
     arguments = program.read(args, backend)
     arg_indices = job.arg_indices(arguments)

@@ -54,8 +54,8 @@ def coupled(job: Coupled, backend: Backend) -> Callable[..., Tree]:
                 "fold=funcga.concat())(params, *batch))."
             )
         if job.counting is not None:
-            counting = replace(job.counting, split=job.program.split)
-            kwargs = dict(**kwargs, totals=backend.loop.accumulate(counting, backend)(args, {}))
+            count = backend.loop.accumulate(job.counting, backend)
+            kwargs = dict(**kwargs, totals=count(args, {}))
         program, summary = job.program, _Summary(job, backend, args)
         Source(program, backend)  # refuses what it cannot be
         is_merged = bool(summary.replicas)
