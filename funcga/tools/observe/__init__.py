@@ -8,7 +8,7 @@ gradient is stored, copied or read twice.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -31,8 +31,7 @@ def observed(program: Program, observe: Tree) -> Program:
     """The program that returns (result, observation)."""
     observers = Observers(observe)
     program.memory.options["observe="] = observers.name
-    options = {each.name: getattr(program, each.name) for each in fields(program)}
-    return ObservedProgram(**options, observers=observers, given=program.grad_fn)
+    return ObservedProgram(**vars(program), observers=observers, given=program.grad_fn)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

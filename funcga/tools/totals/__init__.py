@@ -79,7 +79,7 @@ class Counting(Program):
     def bind(self, value: Tree, arguments: Arguments) -> tuple[Outputs, list[Any]]:
         """The Outputs for a first micro-batch with these totals, and its leaves."""
         has_long_integers = arguments.backend.arrays.as_array(0).dtype.itemsize == 8
-        program = replace(self, fold=sum() if has_long_integers else _SUM)
+        program = self if has_long_integers else replace(self, fold=_SUM)
         return Program.bind(program, value, arguments)
 
     def accumulate(self, program: Program, backend: Backend) -> Callable[..., Tree]:
