@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from importlib import import_module
-from itertools import repeat
+from itertools import repeat, starmap
 from typing import Any
 
 import torch
@@ -296,7 +296,8 @@ def views_of(
     kinds = {*map(type, leaves)}, {*map(type, axes)}
     is_dense = kinds == ({torch.Tensor}, {int}) and {*map(_LAYOUT, leaves)} == {torch.strided}
     if take is not None or not is_dense or True in map(_IS_NESTED, leaves):
-        return (arguments.cut(start, size, state, take or arrays.slice) for start, size in cuts)
+        one_by_one = partial(arguments.cut, state=state, narrow=take or arrays.slice)
+        return starmap(one_by_one, cuts)
     # The usual case: one call cuts a tensor into all of its views, before a backward pass leaves a
     # cold cache.
     sizes = [size for _, size in cuts]
