@@ -398,7 +398,7 @@ class MultiStepsUpdate(UpdateFunction):
         extra, owned, backend = {**extra}, owned or self.donate, backend_of_state(state)
         weight, arrays, n = extra.pop("weight", 1), backend.arrays, self.n
         full = state.offered + 1 >= n if type(n) is int else self._is_last(state, arrays)
-        may_end = arrays.scalar(full) is True or hasattr(n, "is_full")
+        may_end = full is None or arrays.scalar(full) is True
         tells = may_end and self.program.across is not None
         with telling(self.program) if tells else nullcontext():
             if extra:
@@ -419,11 +419,11 @@ class MultiStepsUpdate(UpdateFunction):
             return with_others(result, params, backend) if is_part else result, state
 
     def _is_last(self, state: MultiStepsState, arrays: Arrays) -> Scalar:
-        """Whether the next micro-batch fills the window, by a schedule; False for a target, as
+        """Whether the next micro-batch fills the window, by a schedule; None for a target, as
         replicas have to add up their weights first.
         """
         if hasattr(self.n, "is_full"):
-            return False
+            return None
         offered = state.offered + 1
         size = size_after(self.n, arrays.scalar(state.updates), arrays.scalar)
         if arrays.is_array(size):  # a schedule may return a float
