@@ -290,6 +290,7 @@ def _incomplete(marks: Sequence[tuple[int, int] | None]) -> FuncgaError:
 
 def as_part(windows: Sequence[AccumulatorState], across: Any, is_empty: bool) -> AccumulatorState:
     """A window as this replica's part of a state; without across= the whole of all parts."""
-    part = _WHOLE if across is None else _own_mark(across)
-    part = _WHOLE if is_empty else part
+    # Asked for also where nothing is folded, as across= may name no replicas.
+    own = _WHOLE if across is None else _own_mark(across)
+    part = _WHOLE if is_empty else own
     return windows[0]._replace(part=torch.tensor(part, dtype=torch.int32, device="cpu"))

@@ -184,8 +184,8 @@ def _ignores_weights(fold: Fold) -> bool:
 
 
 def telling(*programs: Program | None) -> AbstractContextManager[object]:
-    """The context of a call that folds these programs one after the other, as far as there are
-    such, in which other processes that fold them are told of an error.
+    """The context of a call that folds these programs one after the other, of which the first may
+    be None, in which other processes that fold them are told of an error.
     """
     folded = [program for program in programs if program is not None]
     if not folded[-1].is_told:
