@@ -257,7 +257,7 @@ class Window(ExitStack):
         # Autograd adds to the sums if one cotangent is right for all of them: the weight, or 1 for
         # sums without weights. Else the gradients are taken, and each is folded in as it has to be.
         seed = share if folding.are_weighted else 1.0
-        is_lent = folding.lends and (len(folding.ways) < 2 or share == 1)
+        is_lent = folding.lends and (len(folding.adds_of_grads) < 2 or share == 1)
         is_lent = is_lent and (seed in (1, self.even[1]) or self._takes(seed, loss.dtype))
         if not is_lent:
             seed, self.begun = float(counts), False

@@ -241,7 +241,7 @@ class Reduction:
         sums.rejected = int(sum([report.rejected for report in reports]))
         for position, leaf in enumerate(self.agreement.numbers):
             # From the unit of each replica to that of all; one without a unit has nothing to add.
-            is_weighted = folding.kinds[leaf] == "weighted"
+            is_weighted = folding.adds[leaf] == "weighted"
             units = [report.unit / self.unit if is_weighted else 1.0 for report in reports]
             numbers = [report.numbers[position] for report in reports]
             total = sum(map(operator.mul, numbers, units))

@@ -216,7 +216,7 @@ def _ways(folding: Folding, likes: dict[int, Any]) -> tuple[list[int], list[int]
         like, adds = likes.get(leaf), fold.fold.reducer.monoid.collective == "sum"
         is_number = type(like) is torch.Tensor and like.is_cpu and like.ndim == 0
         # A float64 holds a sum of floats.
-        is_float = folding.kinds[leaf] is not None and fold.accumulator_dtype.is_floating_point
+        is_float = folding.adds[leaf] is not None and fold.accumulator_dtype.is_floating_point
         if is_number and is_float and len(numbers) < ROOM:
             numbers.append(leaf)
         elif like is not None:
