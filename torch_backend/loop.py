@@ -50,12 +50,12 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
             plan = plans.get(key) if isinstance(plans, Plans) else None
         if job.prologue is not None:
             kwargs = run_prologue(job, backend, args, kwargs)
-        if plan is not None and plan.parts is not None:
+        if plan is not None and plan.arguments is not None:
             cuts, take = plan.cuts, plan.take
             parts = [
                 Argument(arg, leaves if axes else [], axes, structure, in_axes)
                 for (_, _, axes, structure, in_axes), arg, (leaves, _) in zip(
-                    plan.parts, args, flat, strict=True
+                    plan.arguments, args, flat, strict=True
                 )
             ]
             arguments = Arguments(tuple(parts), job.grad_fn, backend)
