@@ -199,8 +199,7 @@ def merged(window: Accumulation, memory: Memory, updates: Array, donate: bool) -
     """The window merged over its replicas, whose states have made so many `updates`; in the same
     memory if that is donated.
     """
-    reduction = Reduction(memory, window.replicas)
-    reduction.updates = arrays.scalar(updates)
+    reduction = Reduction(memory, window.replicas, arrays.scalar(updates))
     # What merges has all weighted sums in one unit, which the host knows.
     if isinstance(arrays.scalar(window.unit), torch.Tensor) or any(
         fold.adds == "weighted" and not fold.is_mean for fold in window.outputs.reduced.values()

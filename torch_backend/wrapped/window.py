@@ -236,8 +236,8 @@ class WrappedWindow(Window):
         """
         first, *others = self.merges
         for merge in others:
-            last = merge.agree(last, is_known=False)
-        return first.agree(last, is_known=is_known)
+            last = merge.meet(last)
+        return first.agree(last) if is_known else first.meet(last)
 
     def seed_of(self, weight: Scalar) -> float:
         """The cotangent of a loss. Sums that have no unit are to be sums over the replicas."""

@@ -236,7 +236,7 @@ class _FirstPass(Called):
         FuncgaError if one has failed.
         """
         for merge in self.merges:
-            last = merge.agree(last, is_known=False)
+            last = merge.meet(last)
         return last or not self.in_step
 
     def _fill_up(self, args: Args, kwargs: Kwargs, runs_later: bool = False) -> None:
