@@ -20,7 +20,7 @@ from torch_backend import arrays, trees
 from torch_backend.dtensor import settle
 from torch_backend.modules.checks import check_unfrozen
 from torch_backend.reduce import Reduction
-from torch_backend.reduce.absent import adopted, with_a_blank_row
+from torch_backend.reduce.absent import adopted, zero_rows
 from torch_backend.sums import Folding, Sums
 
 
@@ -165,7 +165,7 @@ class Called:
         else:
             # All replicas of the first group may be without rows. What the others count is like the
             # totals of a row of zeros, which are not added.
-            blank = with_a_blank_row(arguments).cut(0, 1, state)
+            blank = arguments.cut(0, 1, state, zero_rows)
             outputs, leaves = program.bind(self.grad_fn(*blank), arguments)
             sums = Sums(Folding(outputs))
             for merge in self.merges:

@@ -287,9 +287,11 @@ class Window(ExitStack):
         objective = loss if self.scale is None else scaled_loss(loss, self.scale, arrays)
         return loss.detach(), aux, objective
 
-    def backward(self, loss: torch.Tensor, seed: float, moving: Sequence[torch.Tensor]) -> None:
-        """Adds the gradients of a loss, times the seed, to the `.grad`s of the leaves."""
-        inputs = leaves = (*self.inputs, *moving)
+    def backward(self, loss: torch.Tensor, seed: float, more: Sequence[torch.Tensor]) -> None:
+        """Adds the gradients of a loss, times the seed, to the `.grad`s of the leaves, and
+        of `more` that the pass has.
+        """
+        inputs = leaves = (*self.inputs, *more)
         if not (loss.requires_grad and leaves):
             functions.note_constant(self, loss, leaves, seed)
             return

@@ -4,7 +4,6 @@ has ended it.
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -49,18 +48,11 @@ def adopted(
     return merge.sums
 
 
-def with_a_blank_row(arguments: Arguments) -> Arguments:
-    """The arguments of an empty batch, with one row of zeros in it."""
-    parts = []
-    for part in arguments.parts:
-        leaves = [*part.leaves]
-        for index, axis in enumerate(part.axes):
-            if isinstance(axis, int) and leaves[index] is not None:
-                shape = [*leaves[index].shape]
-                shape[axis] = 1
-                leaves[index] = leaves[index].new_zeros(shape)
-        parts.append(part._replace(leaves=leaves))
-    return replace(arguments, parts=tuple(parts))
+def zero_rows(array: torch.Tensor, axis: int, start: int, size: int) -> torch.Tensor:
+    """`size` rows of zeros, as `Arguments.cut` takes rows of an empty batch."""
+    shape = [*array.shape]
+    shape[axis] = size
+    return array.new_zeros(shape)
 
 
 def telling(programs: Sequence[Program], backend: Backend) -> AbstractContextManager[object] | None:
