@@ -34,8 +34,8 @@ from torch_backend.reduce.absent import telling as telling
 from torch_backend.wrapped.distributed import Distributed, rows_by_device
 from torch_backend.wrapped.gradient import ModuleGradient
 
-# How rows are taken: of an array, along an axis, from a row on, so many.
-Take = Callable[[Any, int, int, int], Any]
+# How rows are taken: take(array, axis, first row, number of rows).
+Take = Callable[..., Any]
 
 
 def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:

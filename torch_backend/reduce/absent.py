@@ -30,8 +30,7 @@ def adopted(
     which lie here as their gradients do.
     """
     known = trees.flatten([part.value for part in arguments.parts] if own is None else own)[0]
-    devices = [leaf.device for leaf in known if isinstance(leaf, torch.Tensor)]
-    device = next(iter(devices), "cpu")
+    device = next((leaf.device for leaf in known if isinstance(leaf, torch.Tensor)), "cpu")
 
     def rebuild(value: Tree) -> tuple[Folding, dict[int, Any]]:
         likes, structure = trees.flatten(value)

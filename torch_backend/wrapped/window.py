@@ -17,7 +17,6 @@ from typing import Any, Self
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from funcga._backend import Backend
 from funcga._call import Program
@@ -282,7 +281,7 @@ class WrappedWindow(Window):
         because a layer may send their gradients to other replicas. Leaves are masked because a NaN
         among what a layer has saved, times a gradient of 0, is NaN.
         """
-        hooks: dict[int, tuple[torch.Tensor, RemovableHandle]] = {}
+        stack, hooked = ExitStack(), dict[int, torch.Tensor]()
 
         def mask(gradient: torch.Tensor | None) -> torch.Tensor | None:
             # DDP passes None on, where the loss does not use an output.
@@ -292,19 +291,15 @@ class WrappedWindow(Window):
             # FSDP2 makes the leaves in its first forward pass.
             leaves = [*self.wrapper.leaves().values()] or self.inputs
             for tensor in filter(torch.is_tensor, (*trees.flatten(output)[0], *leaves)):
-                if tensor.requires_grad and id(tensor) not in hooks:
-                    hooks[id(tensor)] = tensor, tensor.register_hook(mask)
+                if tensor.requires_grad and id(tensor) not in hooked:
+                    hooked[id(tensor)] = tensor
+                    stack.callback(_private.remove_hook, tensor, tensor.register_hook(mask))
 
-        watch(self.module, (), ())  # those that are there already
-        modules = self.wrapper.wrapped or self.module.children()
-        handles = [module.register_forward_hook(watch) for module in modules]
-        try:
+        with stack:
+            watch(self.module, (), ())  # those that are there already
+            for module in self.wrapper.wrapped or self.module.children():
+                stack.callback(module.register_forward_hook(watch).remove)
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
-            for tensor, hook in hooks.values():
-                _private.remove_hook(tensor, hook)
 
     # --- replicas with fewer micro-batches than others
 
