@@ -45,16 +45,16 @@ class Reduction:
     """
 
     sums: Sums  # set by `propose`, or from outside
-    # An Agreement on what is folded here, set by `propose`; without any micro-batch on what the
-    # others fold, set by `agree`.
+    # An Agreement on what is folded here, set by `propose`; from `agree` on that of all replicas,
+    # which tells one without any micro-batch what the others fold.
     agreement: Any = None
-    reports: list[Report]  # those of all replicas; set by `meet` and `agree`
-    unit = 0.0  # of the weighted sums when they travel; 0 until `agree` sets it, once
-    # What waits for the reports of all replicas, in `agree`: after an error `abort` waits on.
+    reports: list[Report]  # those of all replicas; set by each `meet` and `agree`
+    unit = 0.0  # of the weighted sums of all replicas; set by `agree` once they have agreed
+    # What waits for the reports of all: set while `agree` waits. After an error `abort` waits on.
     awaited: Callable[[], list[Report]] | None = None
-    # What is under way, set by `_send`, and what waits for gathered leaves and takes them in, set
-    # by `_send`, or by `_receive` where replicas exchange shapes before.
-    addition: Addition | None = None
+    addition: Addition | None = None  # the sums that are under way; set by `_send`
+    # What waits for leaves that are gathered, and takes them in: set by `_send`, or by `_receive`
+    # where replicas have to exchange shapes first.
     take_in: Callable[[], None] | None = None
 
     def __init__(self, memory: Memory, replicas: Replicas, updates: Scalar = 0):
@@ -79,7 +79,7 @@ class Reduction:
         One that is missing, or None, is reduced elsewhere.
         """
         self.sums = sums
-        self.agreement = self.history.propose(sums.folding, leaves)
+        self.agreement = self.history.agreement_on(sums.folding, leaves)
 
     def meet(self, last: bool) -> bool:
         """Waits for the other replicas, before something else than this merge communicates; whether
@@ -111,7 +111,7 @@ class Reduction:
                 return False
             if not any(report.digest for report in self.reports):
                 raise nothing_to_fold()
-            self.agreement = self.history.agree(self.agreement, rebuild, self.reports)
+            self.agreement = self.history.agreement_of_all(self.agreement, rebuild, self.reports)
         self.unit = _unit_of(self.reports)
         return True
 

@@ -138,8 +138,9 @@ class WrappedWindow(Window):
         folded.
         """
         known, sums = self.plan.folding, super()._bind(loss, aux)
-        if sums.folding is not known:
-            self._check([sums.folding.folds[index] for index in sums.folding.grads])
+        folding = sums.folding
+        if folding is not known:
+            self._check([folding.outputs.folds[index] for index in folding.grads])
         self.sums, sums.unit, sums.unit_is_fixed = sums, self.wrapper.scale, True
         if self.wrapper.wrapped:
             # Gradients are where autograd adds them.
