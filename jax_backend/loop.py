@@ -60,14 +60,12 @@ def accumulated(
 ) -> Result:
     """The result of the fold over a batch, traced."""
     if program.prologue is not None:
-        kwargs = run_prologue(program, backend, spread, args, kwargs)
+        kwargs = begin(program, backend, spread, args, kwargs)
     outputs, folded, _ = fold_batch(program, backend, spread, args, kwargs)
     return _finished(program, outputs, folded, kwargs)
 
 
-def run_prologue(
-    program: Program, backend: Backend, spread: Spread, args: Args, kwargs: Kwargs
-) -> Kwargs:
+def begin(program: Program, backend: Backend, spread: Spread, args: Args, kwargs: Kwargs) -> Kwargs:
     """The keyword arguments of grad_fn, once the prologue of the program has run."""
     first = program.prologue
     result, _ = accumulated(first.program(program, backend), backend, spread, args, {})

@@ -49,7 +49,7 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
             key = call_key(source.own, flat, tuple(kwargs))
             plan = plans.get(key) if isinstance(plans, Plans) else None
         if job.prologue is not None:
-            kwargs = run_prologue(job, backend, args, kwargs)
+            kwargs = begin(job, backend, args, kwargs)
         if plan is not None and plan.arguments is not None:
             cuts, take = plan.cuts, plan.take
             parts = [
@@ -78,7 +78,7 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
     return _private.untraced(fold, program.across is not None) if is_compiled else fold
 
 
-def run_prologue(
+def begin(
     program: Program, backend: Backend, args: tuple[Tree, ...], kwargs: dict[str, Tree]
 ) -> dict[str, Tree]:
     """The keyword arguments of grad_fn, once the prologue of the program has run."""

@@ -13,7 +13,7 @@ from funcga._backend import Backend
 from funcga._types import Tree
 from funcga.tools.coupled import SUM, Coupled, Summaries, unused
 from jax_backend import sharding
-from jax_backend.loop import accumulated, fold_batch, run_prologue, tallies_of, tally_of
+from jax_backend.loop import accumulated, begin, fold_batch, tallies_of, tally_of
 from jax_backend.sharding import Spread
 from jax_backend.transforms import depends
 from jax_backend.trees import Compiled
@@ -35,7 +35,7 @@ def _in_two_passes(
     """The step, traced."""
     program = job.program
     if program.prologue is not None:
-        kwargs = run_prologue(program, backend, spread, args, kwargs)
+        kwargs = begin(program, backend, spread, args, kwargs)
     arguments = program.read(args, backend)
     arg_indices = job.arg_indices(arguments)
     params = [args[arg_index] for arg_index in arg_indices]

@@ -27,7 +27,7 @@ from torch_backend.engine.alone import value_of
 from torch_backend.engine.called import Called
 from torch_backend.engine.leaves import any_requires_grad
 from torch_backend.engine.plan import Plans, call_key
-from torch_backend.loop import Source, Take, cut, run_prologue, run_window, weights_of
+from torch_backend.loop import Source, Take, begin, cut, run_window, weights_of
 from torch_backend.modules import PureLoss
 from torch_backend.reduce import Reduction
 from torch_backend.reduce.absent import zero_rows
@@ -54,7 +54,7 @@ def coupled(job: Coupled, backend: Backend) -> Callable[..., Tree]:
                 "fold=funcga.concat())(params, *batch))."
             )
         if job.program.prologue is not None:
-            kwargs = run_prologue(job.program, backend, args, kwargs)
+            kwargs = begin(job.program, backend, args, kwargs)
         program, summary = job.program, _Summary(job, backend, args)
         Source(program, backend)  # refuses what it cannot be
         is_merged = bool(summary.replicas)
