@@ -20,7 +20,7 @@ from torch_backend.replicas import are_processes, explained
 from torch_backend.sums import Folding, Sums
 
 
-def adopted(
+def empty_sums(
     merge: Reduction,
     program: Program,
     arguments: Arguments,

@@ -65,7 +65,10 @@ class History:
     have agreed on.
     """
 
-    begun = finished = 0  # how many windows; counted by each Reduction
+    begun = 0  # how many windows; counted by each Reduction
+    # How many of these have ended, here as on the others: set when one is merged. Taken back by
+    # `telling` if an error ends its call after that, and where others have made more updates.
+    finished = 0
     # The Reduction that has begun, until it is merged, or given up here, or all replicas raise.
     running: Any = None
     # Digests of the different steps that replicas may take, as each has a loss of its own; set by

@@ -22,7 +22,7 @@ from torch_backend.dtensor import is_dtensor, settle
 from torch_backend.engine.leaves import OWN
 from torch_backend.engine.window import Window
 from torch_backend.reduce import Reduction
-from torch_backend.reduce.absent import adopted
+from torch_backend.reduce.absent import empty_sums
 from torch_backend.replicas import collectives_called
 from torch_backend.sums import Sums
 
@@ -110,7 +110,7 @@ class Distributed(Window):
         """The result on a replica that has nothing to fold; `state` is what came in."""
         (merge,), program, own = self.merges, self.program, self.leaves.trees.get(OWN)
         assert program is not None
-        sums = adopted(merge, program, arguments, own)
+        sums = empty_sums(merge, program, arguments, own)
         sums.state = state
         merge.merge()
         return sums.result()
