@@ -177,7 +177,8 @@ class Reduction:
                     self.specs[leaf], of[leaf] = spec_of(of[leaf]), local(of[leaf])
             counts = sums.total, sums.steps, sums.rejected
             told = counts if any(report.on_device for report in self.reports) else ()
-            # A mark of an error has to be read before the exchanges that all but sums take.
+            # Also where no sum travels: the mark of an error has to be read before the exchanges
+            # that all else takes.
             others = agreement.gathered, collects, agreement.outputs.threads
             if any((told, agreement.summed, *others)):
                 self.addition = Addition(sums, agreement, self.replicas, told)

@@ -237,6 +237,7 @@ class WrappedWindow(Window):
         FuncgaError if one has failed. `is_known`: whether what this replica folds is in the sums.
         """
         first, *others = self.merges
+        # One group after the other: what the last of them says holds for all.
         for merge in others:
             last = merge.meet(last)
         return first.agree(last) if is_known else first.meet(last)
