@@ -104,7 +104,8 @@ class Addition:
             if received is not None:
                 total = received(torch, total)
             elif isinstance(total, torch.Tensor) and total.nbytes <= _SMALL:
-                total = total if leaf in folding.grads else total.clone()
+                if leaf not in folding.grads:
+                    total = total.clone()
             self.sums.of[leaf] = total
         return counts, mark
 
