@@ -101,11 +101,11 @@ class Addition:
         totals, counts = trees.unflatten(self.structure, [*map(_restored, arrays, self.forms)])
         for leaf, total in zip(self.leaves, totals, strict=True):
             received = folding.folds[leaf].fold.reducer.monoid.received
+            is_small = isinstance(total, torch.Tensor) and total.nbytes <= _SMALL
             if received is not None:
                 total = received(torch, total)
-            elif isinstance(total, torch.Tensor) and total.nbytes <= _SMALL:
-                if leaf not in folding.grads:
-                    total = total.clone()
+            elif is_small and leaf not in folding.grads:
+                total = total.clone()
             self.sums.of[leaf] = total
         return counts, mark
 
