@@ -485,7 +485,7 @@ def test_what_is_no_gradient(grads, text):
         (torch.ones(1), RuntimeError),
         (torch.ones(2).double(), RuntimeError),
         (torch.ones(2, device="meta"), RuntimeError),
-        (1.0, AttributeError),
+        (1.0, TypeError),
     ],
 )
 def test_what_is_no_gradient_of_its_parameter_is_refused_by_torch_and_python(grad, error):
@@ -500,9 +500,9 @@ def test_what_is_no_gradient_of_its_parameter_is_refused_by_torch_and_python(gra
 
 def test_what_is_no_state():
     params = {"w": torch.ones(2)}
-    with pytest.raises(AttributeError, match="detach"):
+    with pytest.raises(TypeError, match="assigned grad"):
         ADAMW.update(params, ADAMW.init(params))  # without params
-    with pytest.raises(AttributeError, match="count"):
+    with pytest.raises(AttributeError, match="slots"):
         ADAMW.update(params, {}, params)
     other = ADAMW.init({"v": torch.ones(2)})
     check_refused("`state.slots` has another structure than it should: missing `['w']`, new `['v']`.",
