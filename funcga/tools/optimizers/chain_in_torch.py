@@ -80,11 +80,12 @@ class _Chain(UpdateFunction):
         owned = owned and not arrays.in_transform()  # there nothing is written to
         for number, (link, before) in enumerate(zip(self.links, state, strict=True), 1):
             into_here = into if number == len(self.links) else None
-            accepted = _accepted(link, extra)
+            is_foreign = not isinstance(link.update, UpdateFunction)
+            accepted = _accepted(link, extra) if extra and is_foreign else extra
             grads, after = updated(link, owned, into_here, grads, before, params, accepted)
             states.append(after)
-            if owned and into_here is None and not isinstance(link.update, UpdateFunction):
-                # One of others may keep what it returns, or the params, or return these.
+            if owned and into_here is None and is_foreign:
+                # It may keep what it returns, or the params, or return these.
                 grads = apart(grads, [states, params])
                 params = apart(params, states) if into else params
         return grads, tuple(states)
@@ -92,8 +93,6 @@ class _Chain(UpdateFunction):
 
 def _accepted(link: Transform, extra: dict[str, Any]) -> dict[str, Any]:
     """The extra arguments that a transform has parameters for."""
-    if not extra or isinstance(link.update, UpdateFunction):
-        return extra
     parameters = inspect.signature(link.update).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return extra

@@ -197,7 +197,7 @@ class _Update(UpdateFunction):
                     # The first update begins with the optimizer's own state, not with zeros.
                     started[place], slots[index] = True, {}
         weight = extra.get("weight")
-        optimizer = self.made(params, tensors, int(state.count), weight)
+        optimizer = self.build(params, tensors, int(state.count), weight)
         slots = self._step(optimizer, tensors, gradients, slots, owned)
         if into is None:
             _subtract(tensors, aliases, gradients)
@@ -209,12 +209,13 @@ class _Update(UpdateFunction):
             arrays.as_array(0 if weight is None else weight, torch.float32).clone(),
         )
 
-    def made(self, params: Tree, tensors: list[Any], count: int, weight: Any) -> Optimizer:
-        """The optimizer of a tensor for each leaf of params, after `count` updates, without state.
+    def build(self, params: Tree, tensors: list[Any], count: int, weight: Any) -> Optimizer:
+        """Makes the optimizer of a tensor for each leaf of params, after `count` updates, without
+        state.
 
         `weight` is that of the window, or None if it is not known.
         """
-        # The options of each group of its own, and the tensors of its parameters.
+        # What each group has for itself, and the tensors of its parameters.
         owns, members = [Group()], [tensors]
         if self.groups is not None and tensors:
             owns, members = [], []
@@ -350,8 +351,8 @@ def _laid(value: Any, like: torch.Tensor) -> Any:
     """The value, if a tensor of another one's shape, in its strides: a step may run through the
     memory of both.
     """
-    is_tensor = isinstance(value, torch.Tensor)
-    if not is_tensor or (type(value) is torch.Tensor and value.stride() == like.stride()):
+    is_laid = type(value) is torch.Tensor and value.stride() == like.stride()
+    if is_laid or not isinstance(value, torch.Tensor):
         return value
     return arrays.with_strides_of(value, like)
 
@@ -427,7 +428,7 @@ def last_options(tx: Transform, state: OptimizerState, params: Tree) -> list[dic
         )
     update: _Update = tx.update  # type: ignore[assignment]
     leaves = trees.flatten(params)[0]
-    return options_of(update.made(params, leaves, int(state.count) - 1, state.weight))
+    return options_of(update.build(params, leaves, int(state.count) - 1, state.weight))
 
 
 def clip_grad_norm(

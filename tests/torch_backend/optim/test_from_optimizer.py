@@ -663,7 +663,10 @@ def sharded(group):
     assert all(states[0].slots[k]["exp_avg"].placements == plain[k].placements for k in whole)
     clip = clip_grad_norm(1.0)
     whole = {k: grads[0][k] for k in ("w", "deep")}
-    clipped, state = clip.update(place(whole), clip.init(whole))
+    first = clip.init(place(whole))
+    assert type(first.norm) is torch.Tensor
+    assert first.norm.isnan()
+    clipped, state = clip.update(place(whole), first)
     wanted, norm = clip.update(whole, clip.init(whole))
     assert type(state.norm) is torch.Tensor
     torch.testing.assert_close(state.norm, norm.norm)
