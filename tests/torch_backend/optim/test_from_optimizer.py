@@ -288,6 +288,11 @@ def test_one_copy_of_the_parameters_is_all_that_is_made(call, copies):
     ("wrap", "donate", "copies"),
     [
         (lambda tx: chain(clip_grad_norm(1.0), tx), True, 0),
+        (
+            lambda tx: chain((lambda p: (), lambda grads, state, p: ({k: 2 * g for k, g in grads.items()}, state)), tx),
+            True,
+            1,
+        ),
         (lambda tx: funcga.transforms.loss_scaled(tx, init_scale=1.0), True, 0),
         (lambda tx: funcga.multi_steps(tx, 1), True, 1),  # the sums of the window
         (lambda tx: funcga.multi_steps(tx, 1, donate=True), False, 2),
