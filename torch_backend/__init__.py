@@ -22,8 +22,13 @@ if TYPE_CHECKING:
     from funcga.tools.example_keys.in_torch import example_keys, sampled, seeded
     from funcga.tools.fused.in_torch import fused_gradients
     from funcga.tools.optax_on_tensors.in_torch import from_optax
-    from funcga.tools.optimizers.chain_in_torch import chain, clip_grad_norm, clip_grad_value
-    from funcga.tools.optimizers.in_torch import from_optimizer, last_options
+    from funcga.tools.optimizers.chain_in_torch import chain
+    from funcga.tools.optimizers.in_torch import (
+        clip_grad_norm,
+        clip_grad_value,
+        from_optimizer,
+        last_options,
+    )
     from funcga.tools.pipelines.in_torch import pipeline_value_and_grad
     from funcga.tools.statistics.in_torch import running_buffers
 else:
@@ -33,12 +38,13 @@ else:
             "funcga.tools.example_keys.in_torch": ("example_keys", "sampled", "seeded"),
             "funcga.tools.fused.in_torch": ("fused_gradients",),
             "funcga.tools.optax_on_tensors.in_torch": ("from_optax",),
-            "funcga.tools.optimizers.chain_in_torch": (
-                "chain",
+            "funcga.tools.optimizers.chain_in_torch": ("chain",),
+            "funcga.tools.optimizers.in_torch": (
                 "clip_grad_norm",
                 "clip_grad_value",
+                "from_optimizer",
+                "last_options",
             ),
-            "funcga.tools.optimizers.in_torch": ("from_optimizer", "last_options"),
             "funcga.tools.pipelines.in_torch": ("pipeline_value_and_grad",),
             "funcga.tools.statistics.in_torch": ("running_buffers",),
         },
@@ -69,6 +75,10 @@ __all__ = [
 BACKEND = Backend("torch", trees, arrays, gradients, loop, replicas, states, transforms)
 
 # States hold nothing but tensors and numbers, so torch.load takes them with weights_only=True.
+_OF_TOOLS = {
+    "funcga.observers": "GradientNoise",
+    "funcga.tools.loss_scale": "LossScaledState",
+}
 torch.serialization.add_safe_globals(
     [
         AccumulatorState,
@@ -76,14 +86,8 @@ torch.serialization.add_safe_globals(
         MultiStepsState,
         Parts,
         Tally,
+        *[vars(import_module(tool))[name] for tool, name in _OF_TOOLS.items() if find_spec(tool)],
     ]
-)
-_OF_TOOLS = {
-    "funcga.observers": "GradientNoise",
-    "funcga.tools.loss_scale": "LossScaledState",
-}
-torch.serialization.add_safe_globals(
-    [vars(import_module(tool))[name] for tool, name in _OF_TOOLS.items() if find_spec(tool)]
 )
 # Those of optimizers too, before the first of them is made: that tool adds them itself.
 if find_spec("funcga.tools.optimizers"):
