@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any, NamedTuple
 
 
-class Step(NamedTuple):
+class StepId(NamedTuple):
     """Identifies a step in every process that runs this code: the name of its function, and how
     many steps of that name were made before.
     """
@@ -23,8 +23,8 @@ class Step(NamedTuple):
 _STEPS_MADE: Counter[str] = Counter()
 
 
-def step_of(function: Any) -> Step:
-    """The Step for this function, counted as one more of its name."""
+def step_of(function: Any) -> StepId:
+    """The StepId for this function, counted as one more of its name."""
     inner = inspect.unwrap(function)
     # The function inside of a functools.partial, or the loss inside of a pure_loss.
     inner = getattr(inner, "func", getattr(inner, "loss_fn", inner))
@@ -38,7 +38,7 @@ def step_of(function: Any) -> Step:
     )
     name = f"`{name}`{where}"
     _STEPS_MADE[name] += 1
-    return Step(name, _STEPS_MADE[name] - 1)
+    return StepId(name, _STEPS_MADE[name] - 1)
 
 
 def steps_made() -> dict[str, int]:

@@ -1,8 +1,8 @@
 """The loop over the micro-batches: a scan over those of one size, which carries the accumulators.
 
 `accumulate` scans over the micro-batches of each size, all in one program; `stream` runs a program
-for each. Both trace `_evaluate`, begin with `_begin`, fold a micro-batch by `Step.add`, merge over
-replicas in `_merged`, and normalise in `_finished`.
+for each. Both trace `_evaluate`, begin with `_initial`, fold a micro-batch by `MicroStep.add`,
+merge over replicas in `_merged`, and normalise in `_finished`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -101,11 +101,11 @@ def fold_batch(
             # With equal rows as the unit each micro-batch weighs 1, so that XLA adds every gradient
             # in place. Else a power of 2, by which division is exact.
             unit = weights[0] * 1.0 if len(sizes) == 1 else 2.0 ** (size.bit_length() - 1)
-        folded, chunks = _begin(outputs, spread, traced, state, total, program.skip), []
+        folded, chunks = _initial(outputs, spread, traced, state, total, program.skip), []
         # One or two sizes, and a scan for each.
         for (count, size), weight in zip(sizes, weights, strict=True):
             traced = trace(size, folded.state) if first else traced
-            step = _step(program, arguments, outputs, traced, weight, unit)
+            step = _micro_step(program, arguments, outputs, traced, weight, unit)
             starts = first + size * jnp.arange(count, dtype=jnp.int32)
             folded, collected = _scan(step, folded, traced.program, starts)
             chunks.append(collected)
@@ -118,7 +118,7 @@ def fold_batch(
 
 
 def _scan(
-    step: "Step", folded: Folded, program: "ClosedJaxpr", starts: jax.Array
+    step: "MicroStep", folded: Folded, program: "ClosedJaxpr", starts: jax.Array
 ) -> tuple[Folded, list[jax.Array]]:
     """What is folded after the micro-batches that begin at these rows, and the collected leaves;
     `program` is that of grad_fn.
@@ -239,7 +239,7 @@ place; what they weigh; and the measures of those that are folded in place, by l
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class MicroStep:
     """How one more micro-batch is folded. `in_scans` is of the tool for scans over layers, if there
     are any; `skip` of one that may leave it out. `rows`, `unit`: the weight and its unit in means,
     if they are known before the loop.
@@ -304,15 +304,15 @@ class Step:
         return Weighed(into, total)
 
 
-def _step(
+def _micro_step(
     program: Program,
     arguments: Arguments,
     outputs: Outputs,
     traced: Traced,
     rows: Scalar = None,
     unit: Scalar = None,
-) -> Step:
-    """The Step for micro-batches like the traced one."""
+) -> MicroStep:
+    """The MicroStep for micro-batches like the traced one."""
     readings = None
     if program.readings is not None:
         readings = program.readings(traced.types[0][1], arguments)
@@ -324,13 +324,13 @@ def _step(
         with suppress(ImportError):  # the tool may be missing, or names of JAX that it needs
             tool = import_module("funcga.tools.scan_layers.in_jax")
             in_scans = tool.folding(outputs, traced, readings)
-    return Step(outputs, traced.run, in_scans, readings, program.skip, rows, unit)
+    return MicroStep(outputs, traced.run, in_scans, readings, program.skip, rows, unit)
 
 
 # -- the beginning and the end of a window
 
 
-def _begin(
+def _initial(
     outputs: Outputs, spread: Spread, traced: Traced, state: State, total: Tally, skip: Any
 ) -> Folded:
     """What is folded before the first micro-batch, if it is like the traced one. The `total` is
@@ -495,7 +495,7 @@ class _Stream:
         state = [jnp.array(arrays.without_weak_type(leaf), copy=True) for leaf in arguments.state]
         traced, nothing = self._traced(call, state), tally_of(0, steps=0)
         outputs, _ = self.program.bind(traced.types[0], arguments)
-        folded = _begin(outputs, spread, traced, state, nothing, self.program.skip)
+        folded = _initial(outputs, spread, traced, state, nothing, self.program.skip)
         return folded, Bound(outputs)
 
     def _add(
@@ -508,7 +508,7 @@ class _Stream:
         outputs, spread, whole, cut = settings
         call = (*whole.tree(arrays_whole), cut.tree(arrays_cut))
         traced = self._traced(call, folded.state)
-        step = _step(self.program, self._arguments(call), outputs, traced)
+        step = _micro_step(self.program, self._arguments(call), outputs, traced)
         folded, collected = step.add(folded, None)
         if spread.arguments:
             folded = spread.pinned(outputs, folded)

@@ -20,8 +20,13 @@ if TYPE_CHECKING:
     from funcga.tools.example_keys.in_torch import example_keys, sampled, seeded
     from funcga.tools.fused.in_torch import fused_gradients
     from funcga.tools.optax_on_tensors.in_torch import from_optax
-    from funcga.tools.optimizers.chain_in_torch import chain, clip_grad_norm, clip_grad_value
-    from funcga.tools.optimizers.in_torch import from_optimizer, last_options
+    from funcga.tools.optimizers.chain_in_torch import chain
+    from funcga.tools.optimizers.in_torch import (
+        clip_grad_norm,
+        clip_grad_value,
+        from_optimizer,
+        last_options,
+    )
     from funcga.tools.pipelines.in_torch import pipeline_value_and_grad
     from funcga.tools.statistics.in_torch import running_buffers
 else:
@@ -31,12 +36,13 @@ else:
             "funcga.tools.example_keys.in_torch": ("example_keys", "sampled", "seeded"),
             "funcga.tools.fused.in_torch": ("fused_gradients",),
             "funcga.tools.optax_on_tensors.in_torch": ("from_optax",),
-            "funcga.tools.optimizers.chain_in_torch": (
-                "chain",
+            "funcga.tools.optimizers.chain_in_torch": ("chain",),
+            "funcga.tools.optimizers.in_torch": (
                 "clip_grad_norm",
                 "clip_grad_value",
+                "from_optimizer",
+                "last_options",
             ),
-            "funcga.tools.optimizers.in_torch": ("from_optimizer", "last_options"),
             "funcga.tools.pipelines.in_torch": ("pipeline_value_and_grad",),
             "funcga.tools.statistics.in_torch": ("running_buffers",),
         },

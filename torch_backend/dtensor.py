@@ -7,13 +7,11 @@ parameter.
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from funcga._call.arguments import Arguments
 from torch_backend import _private
 
 
@@ -126,33 +124,3 @@ def ranks_with_other_shards(tensor: Any, ranks: Collection[int]) -> list[int]:
         if len(along_dim) > 1 and not (placement.is_replicate() or placement.is_partial()):
             return sorted(along_dim)
     return []
-
-
-def local_rows(devices: int, array: Any, axis: int, start: int, size: int) -> Any:
-    """`size` rows, equally many of each device, along an axis, as one DTensor: `start` rows were
-    taken before. No row travels.
-    """
-    from torch.distributed.tensor import DTensor
-
-    rows = array.to_local().narrow(axis, start // devices, size // devices)
-    return DTensor.from_local(rows, array.device_mesh, array.placements, run_check=False)
-
-
-def devices_of_rows(arguments: Arguments) -> int:
-    """Over how many devices the rows of all split arguments are cut, in equal parts; 1 if they
-    are cut differently.
-    """
-    count, cuts = 1, set()
-    for leaf, axis in arguments:
-        if not isinstance(axis, int) or leaf is None:
-            continue
-        if not is_dtensor(leaf):
-            return 1
-        mesh, placements = leaf.device_mesh, enumerate(leaf.placements)
-        axis %= leaf.ndim
-        dims = tuple([dim for dim, placement in placements if placement.is_shard(axis)])
-        cuts.add((mesh, dims))
-        count = prod([mesh.size(dim) for dim in dims])
-        if len(cuts) > 1 or leaf.shape[axis] % count:
-            return 1
-    return count

@@ -22,7 +22,6 @@ from funcga._grad import GradientFunction
 from funcga._types import GradFn, Scalar, Tree
 from funcga.errors import FuncgaError
 from torch_backend import _private, arrays, trees
-from torch_backend.dtensor import devices_of_rows, local_rows
 from torch_backend.engine.alone import value_of
 from torch_backend.engine.called import Called
 from torch_backend.engine.leaves import Own
@@ -30,13 +29,13 @@ from torch_backend.engine.plan import Plan, Plans, call_key
 from torch_backend.engine.window import Window
 from torch_backend.modules.checks import check_not_wrapped, modules_in
 from torch_backend.prefetch import moved
-from torch_backend.reduce import reductions_of
+from torch_backend.reduce import Reduction, reductions_of
 from torch_backend.reduce.absent import telling as telling
-from torch_backend.wrapped.distributed import Distributed
+from torch_backend.wrapped.distributed import Distributed, rows_by_device
 from torch_backend.wrapped.gradient import ModuleGradient
 
-# How rows are taken: of an array, along an axis, from a row on, so many.
-Take = Callable[[Any, int, int, int], Any]
+# How rows are taken: take(array, axis, first row, number of rows).
+Take = Callable[..., Any]
 
 
 def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
@@ -49,12 +48,12 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
         if source.gradient is not None:
             key = call_key(source.own, flat, tuple(kwargs))
             plan = plans.get(key) if isinstance(plans, Plans) else None
-        if plan is not None and plan.parts is not None:
+        if plan is not None and plan.arguments is not None:
             cuts, take = plan.cuts, plan.take
             parts = [
                 Argument(arg, leaves if axes else [], axes, structure, in_axes)
                 for (_, _, axes, structure, in_axes), arg, (leaves, _) in zip(
-                    plan.parts, args, flat, strict=True
+                    plan.arguments, args, flat, strict=True
                 )
             ]
             arguments = Arguments(tuple(parts), job.grad_fn, backend)
@@ -242,20 +241,27 @@ class Source:
         merges = [] if across is None else reductions_of(across, program.memory)
         if gradient is not None and program.skip is None:
             window = program, gradient, backend, arguments, plan, own
-            if self.is_distributed:
-                return Distributed(merges, *window)
-            return Window(*window)
-        function, records = program.grad_fn, gradient is not None
+            return Distributed(merges, *window) if self.is_distributed else Window(*window)
+        return self._window_of_calls(arguments, merges)
+
+    def _window_of_calls(self, arguments: Arguments, merges: Sequence[Reduction]) -> Any:
+        """A window that calls a function for each micro-batch, and folds its values: any grad_fn,
+        and gradients where autograd may not add them by itself.
+        """
+        program, backend, own, gradient = self.program, self.backend, self.own, None
+        function: Any = program.grad_fn
         if own is None and isinstance(function, GradientFunction):
-            # Autograd cannot take back what it has added: a gradient that may be left out is
-            # computed alone, and looked at first.
             gradient = function
-            alone = lambda *args, **kwargs: value_of(gradient, backend, args, kwargs)
-            function = alone if records else gradient.bound(backend)
-        called = program, function, arguments, gradient, merges, records
+            if self.gradient is None:  # in a transform: torch.func differentiates
+                function = gradient.bound(backend)
+            else:
+                # Autograd cannot take back what it has added: a gradient that may be left out is
+                # computed alone, and looked at first.
+                function = lambda *args, **kwargs: value_of(gradient, backend, args, kwargs)
+        calls = program, function, arguments, gradient, merges, self.gradient is not None
         if program.skip is None:
-            return Called(*called)
-        return program.skip.in_torch.SkippingCalls(own and own.module, *called)
+            return Called(*calls)
+        return program.skip.in_torch.SkippingCalls(own and own.module, *calls)
 
 
 def _compiled() -> Any:
@@ -276,13 +282,7 @@ def cut(
     """
     arguments = _read(program, args, backend)
     rows = arguments.rows(may_be_empty=may_be_short)
-    # A micro-batch of a DTensor takes equally many rows of each device, so that no row travels.
-    devices = devices_of_rows(arguments)
-    # Only sums and extremes come out the same whichever rows share a micro-batch.
-    folds = program.folds(backend)
-    if arguments.state or not all(fold.reducer.monoid.collective for fold in folds):
-        devices = 1
-    take = partial(local_rows, devices) if devices > 1 else None
+    devices, take = rows_by_device(program, arguments, rows)
     sizes = program.split.groups(rows // devices, devices) if rows else []
     return arguments, starts([(count, each * devices) for count, each in sizes]), take
 

@@ -14,7 +14,7 @@ import torch
 from funcga._call import Memory
 from funcga._fold import Tally, largest, parts_of
 from funcga._fold.accumulator import Accumulation, AccumulatorState
-from funcga._types import Array, Reduced, Scalar
+from funcga._types import Across, Array, Reduced, Scalar
 from funcga.errors import FuncgaError
 from torch_backend import arrays, trees
 from torch_backend._private import pytree, storage_key
@@ -199,8 +199,7 @@ def merged(window: Accumulation, memory: Memory, updates: Array, donate: bool) -
     """The window merged over its replicas, whose states have made so many `updates`; in the same
     memory if that is donated.
     """
-    reduction = Reduction(memory, replicas_of(window.across))
-    reduction.updates = arrays.scalar(updates)
+    reduction = Reduction(memory, replicas_of(window.across), arrays.scalar(updates))
     # What merges has all weighted sums in one unit, which the host knows.
     if isinstance(arrays.scalar(window.unit), torch.Tensor) or any(
         fold.adds == "weighted" and not fold.is_mean for fold in window.outputs.reduced.values()
@@ -224,7 +223,7 @@ def merged(window: Accumulation, memory: Memory, updates: Array, donate: bool) -
     )
 
 
-def own_parts(windows: Sequence[AccumulatorState], across: Any) -> list[AccumulatorState]:
+def own_parts(windows: Sequence[AccumulatorState], across: Across) -> list[AccumulatorState]:
     """The parts of a state's window that belong to this replica; without across= all, of several
     states.
 
@@ -271,7 +270,7 @@ def _mark(window: AccumulatorState) -> tuple[int, int] | None:
     return None if isinstance(window.part, tuple) else tuple(window.part.tolist())
 
 
-def _own_mark(across: Any) -> tuple[int, int]:
+def _own_mark(across: Across) -> tuple[int, int]:
     """(rank, count) of this replica."""
     channel = replicas_of(across).channel
     return channel.rank, channel.count
@@ -288,7 +287,9 @@ def _incomplete(marks: Sequence[tuple[int, int] | None]) -> FuncgaError:
     )
 
 
-def as_part(windows: Sequence[AccumulatorState], across: Any, is_empty: bool) -> AccumulatorState:
+def as_part(
+    windows: Sequence[AccumulatorState], across: Across, is_empty: bool
+) -> AccumulatorState:
     """A window as this replica's part of a state; without across= the whole of all parts."""
     # Asked for also where nothing is folded, as across= may name no replicas.
     own = _WHOLE if across is None else _own_mark(across)

@@ -46,15 +46,15 @@ class Folding:
         return self.outputs.reduced
 
     @cached_property
-    def kinds(self) -> list[str | None]:
+    def adds(self) -> list[str | None]:
         """How torch adds values to each leaf's sum: "weighted", "plain", None if it does not."""
-        kinds: list[str | None] = [None] * len(self.outputs.folds)
+        adds: list[str | None] = [None] * len(self.outputs.folds)
         for index, fold in () if self.pure else self.folds.items():
             dtype, wide = self.outputs.dtypes[index], fold.accumulator_dtype
             is_half = dtype in (torch.bfloat16, torch.float16) and wide.is_floating_point
             if dtype == wide or is_half:
-                kinds[index] = fold.adds
-        return kinds
+                adds[index] = fold.adds
+        return adds
 
     @cached_property
     def loss_alone(self) -> int | None:
@@ -62,17 +62,17 @@ class Folding:
         is_alone = self.with_loss and len(self.beside) == 1 and not self.moved
         if not is_alone or self.outputs.threads or not self.lends:
             return None
-        return None if self.kinds[self.beside[0]] is None else self.beside[0]
+        return None if self.adds[self.beside[0]] is None else self.beside[0]
 
     @cached_property
-    def ways(self) -> set[str | None]:
-        """The kinds of the gradients that stay in place."""
-        return {self.kinds[index] for index in self.grads}
+    def adds_of_grads(self) -> set[str | None]:
+        """How torch adds to the sums of the gradients that stay in place: `adds` of each."""
+        return {self.adds[index] for index in self.grads}
 
     @cached_property
     def are_weighted(self) -> bool:
         """Whether all of them are to be multiplied by their weight."""
-        return self.ways <= {"weighted"}
+        return self.adds_of_grads <= {"weighted"}
 
     @cached_property
     def wide(self) -> list[tuple[int, torch.dtype]]:
@@ -84,14 +84,14 @@ class Folding:
     @cached_property
     def lends(self) -> bool:
         """Whether autograd may add to the sums, which stand as `.grad`s."""
-        return None not in self.ways and (self.may_be_wide or not self.wide)
+        return None not in self.adds_of_grads and (self.may_be_wide or not self.wide)
 
     @cached_property
     def quotients(self) -> list[tuple[list[int], str, bool]]:
         """Sums that one number divides: (their indices, "weight" or "steps", if in the unit)."""
         groups: dict[tuple[str, bool], list[int]] = {}
         for index, fold in self.folds.items():
-            kind, by = self.kinds[index], fold.fold.normalizer.divides_by
+            kind, by = self.adds[index], fold.fold.normalizer.divides_by
             if kind and by:
                 groups.setdefault((by, kind == "weighted"), []).append(index)
         return [(indices, *key) for key, indices in groups.items()]
@@ -160,7 +160,7 @@ class Sums:
 
     def hold_in(self, unit: float) -> None:
         """Rescales the weighted sums to this unit."""
-        weighted = [self.of[i] for i, kind in enumerate(self.folding.kinds) if kind == "weighted"]
+        weighted = [self.of[i] for i, kind in enumerate(self.folding.adds) if kind == "weighted"]
         begun = [total for total in weighted if total is not None]
         if begun and self.unit is not None and unit != self.unit:
             arrays.multiply(begun, self.unit / unit)
@@ -170,7 +170,7 @@ class Sums:
 
     def add_loss(self, loss: torch.Tensor, index: int, weight: Scalar, share: float) -> None:
         """`add` of the loss, where it is all that is added beside gradients."""
-        share, before = 1.0 if self.folding.kinds[index] == "plain" else share, self.of[index]
+        share, before = 1.0 if self.folding.adds[index] == "plain" else share, self.of[index]
         if before is not None:
             if share:  # a weight of 0 adds nothing, not even a NaN
                 before.add_(loss, alpha=share)
@@ -196,11 +196,11 @@ class Sums:
 
     def add_reduced(self, values: Mapping[int, Any], weight: Scalar) -> None:
         """Folds the reduced ones of these leaves in, all that are added alike in one kernel."""
-        of, folds, kinds = self.of, self.folding.folds, self.folding.kinds
+        of, folds, adds = self.of, self.folding.folds, self.folding.adds
         dense = {index: arrays.strided(values[index]) for index in values if index in folds}
         for index, value in dense.items():
             fold = folds[index]
-            if kinds[index] is not None:
+            if adds[index] is not None:
                 if of[index] is None:
                     of[index] = arrays.zeros(value, fold.accumulator_dtype)
                 continue
@@ -212,7 +212,7 @@ class Sums:
                 of[index] = value.clone()
         # A weight that is a tensor is that of a transform, in which no kernel adds.
         for kind, factor in (("weighted", self.share(weight)), ("plain", 1)):
-            indices = [index for index in dense if kinds[index] == kind]
+            indices = [index for index in dense if adds[index] == kind]
             if indices and factor:  # a weight of 0 adds nothing, not even a NaN
                 sums, more = [of[index] for index in indices], [dense[index] for index in indices]
                 arrays.add(sums, more, factor)
@@ -252,7 +252,7 @@ class Sums:
 
     def _normalized(self, index: int, reduced: Any) -> Any:
         folding, tally = self.folding, self.tally
-        if folding.kinds[index] == "weighted" and self.unit not in (None, 1.0):
+        if folding.adds[index] == "weighted" and self.unit not in (None, 1.0):
             arrays.multiply([reduced], self.unit)
         if largest(reduced).is_cpu:  # elsewhere the host sees nothing of it
             where = lambda: folding.outputs.paths()[index]

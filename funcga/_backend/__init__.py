@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from funcga._types import Array, Dtype, GradFn, Reduced, Scalar, Tree
+from funcga._types import Across, Array, Dtype, GradFn, Reduced, Scalar, Tree
 
 # These types belong to packages that import this one, so naming them would be a cycle.
 Program = Any
@@ -153,7 +153,7 @@ class States(Protocol):
 
     # Over the replicas that `across=` names; each folds a window of its own until an update.
 
-    def own_parts(self, windows: Sequence[Window], across: Any) -> list[Window]:
+    def own_parts(self, windows: Sequence[Window], across: Across) -> list[Window]:
         """The parts of a state's window that belong to this replica; without across= all, of
         several states.
 
@@ -161,7 +161,7 @@ class States(Protocol):
         """
         ...
 
-    def as_part(self, windows: Sequence[Window], across: Any, is_empty: bool) -> Window:
+    def as_part(self, windows: Sequence[Window], across: Across, is_empty: bool) -> Window:
         """A window as this replica's part of a state; without across= the whole of all parts.
 
         Raises FuncgaError if it names no replicas.

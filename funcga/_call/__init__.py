@@ -15,7 +15,7 @@ from funcga._call.arguments import Arguments, Split, argument_names, read_argume
 from funcga._call.supported import MODULE
 from funcga._fold import check_weight
 from funcga._fold.outputs import Outputs, bind_outputs
-from funcga._replicas import Step, step_of
+from funcga._replicas import StepId, step_of
 from funcga._types import (
     Across,
     Array,
@@ -64,7 +64,7 @@ class Memory:
     across replicas, and `options` are those that have to be the same on all of them, as texts.
     """
 
-    step: Step | None = None
+    step: StepId | None = None
     options: dict[str, str] = field(default_factory=dict)
     kept: dict[type, object] = field(default_factory=dict)
 

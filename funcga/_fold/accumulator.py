@@ -23,7 +23,7 @@ from funcga._fold import (
     parts_of,
 )
 from funcga._fold.outputs import Outputs, bind_outputs
-from funcga._types import Array, Reduced, Scalar, Tree
+from funcga._types import Across, Array, Reduced, Scalar, Tree
 from funcga.errors import FuncgaError
 from funcga.folds import FoldTree, mean
 
@@ -106,7 +106,7 @@ class Accumulation(NamedTuple):
     unit: Scalar
     rejected: Scalar
     like: Tree = ()
-    across: Any = None
+    across: Across = None
 
     @property
     def total(self) -> Scalar:
@@ -294,7 +294,7 @@ class Accumulation(NamedTuple):
         )
 
 
-def empty(outputs: Outputs, accumulators: Sequence[Reduced], across: Any = None) -> Accumulation:
+def empty(outputs: Outputs, accumulators: Sequence[Reduced], across: Across = None) -> Accumulation:
     """The empty window of these accumulators."""
     arrays = outputs.backend.arrays
     # Weights are counted in 64 bits only if some sums are.

@@ -94,14 +94,21 @@ def exact(group, n):
 
 
 def folded(group):
-    """Rows that are collected keep their order; moments and sums of exponentials are those of one device."""
+    """Rows that are collected, or that a state is threaded by, keep their order; moments and sums of exponentials are
+    those of one device.
+    """
     x = torch.arange(8.0, dtype=torch.float64)
     cut = distribute_tensor(x, dist.init_device_mesh("cpu", (2,)), [Shard(0)])
     rows = funcga.accumulate(lambda x: x * 2, 4, fold=funcga.concat(), in_axes=0)(cut)
     moments = funcga.accumulate(lambda x: x.mean(), 4, fold=funcga.moments(), in_axes=0)
     logs = funcga.accumulate(lambda x: 100 * x.mean(), 4, fold=funcga.logsumexp(), in_axes=0)
     slope = funcga.grad(lambda x: logs(x))
+    halve = lambda state, x: state / 2 + x.sum()
+    halved = funcga.accumulate(halve, 4, fold=funcga.carry(), in_axes=(funcga.CARRY, 0))
+    state = torch.zeros((), dtype=torch.float64)
+    everywhere = distribute_tensor(state, cut.device_mesh, [Replicate()])
     pairs = [(rows, 2 * x), *zip(moments(cut), moments(x), strict=True), (logs(cut), logs(x)), (slope(cut), slope(x))]
+    pairs.append((halved(everywhere, cut), halved(state, x)))
     return max((found.full_tensor() - expected).abs().max().item() for found, expected in pairs)
 
 

@@ -20,7 +20,7 @@ from torch_backend import arrays, trees
 from torch_backend.dtensor import settle
 from torch_backend.modules.checks import check_unfrozen
 from torch_backend.reduce import Reduction
-from torch_backend.reduce.absent import adopted, with_a_blank_row
+from torch_backend.reduce.absent import empty_sums, zero_rows
 from torch_backend.sums import Folding, Sums
 
 
@@ -161,11 +161,11 @@ class Called:
         """The result on a replica that has nothing to fold; `state` is what came in."""
         program, (first, *others) = self.program, self.merges
         if not others:
-            sums = adopted(first, program, arguments)
+            sums = empty_sums(first, program, arguments)
         else:
             # All replicas of the first group may be without rows. What the others count is like the
             # totals of a row of zeros, which are not added.
-            blank = with_a_blank_row(arguments).cut(0, 1, state)
+            blank = arguments.cut(0, 1, state, zero_rows)
             outputs, leaves = program.bind(self.grad_fn(*blank), arguments)
             sums = Sums(Folding(outputs))
             for merge in self.merges:

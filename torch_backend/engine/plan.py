@@ -34,8 +34,8 @@ class Plan:
     `moving` those that are split, whose leaves are those of a micro-batch. `hooked`: whether a
     parameter has hooks of the user's; `watches`: whether one requires grad itself. `takes_weights`:
     whether the cotangent of a pass may be a weight, outside of autocast. `run` runs a backward
-    pass. `seen`: what modules had in forward passes; None where that is not noted. `parts` and
-    `cuts` say how the arguments are split, without the arguments, and `take` how rows are taken.
+    pass. `seen`: what modules had in forward passes; None where that is not noted. `arguments`,
+    without their values, and `cuts` say how the call is split, and `take` how rows are taken.
     `folding`: what becomes of the output, decided with the first loss, for losses of the
     `loss_dtype`; this is None where others may be folded otherwise.
     """
@@ -50,7 +50,7 @@ class Plan:
     takes_weights: bool = False
     on_host: bool = False
     run: Any = None
-    parts: tuple[Argument, ...] | None = None
+    arguments: tuple[Argument, ...] | None = None
     cuts: Sequence[tuple[int, int]] = ()
     take: Any = None
     folding: Folding | None = None
@@ -62,8 +62,8 @@ class Plan:
         is read anew.
         """
         bare = [part._replace(value=None, leaves=[]) for part in arguments.parts]
-        parts = None if arguments.state else tuple(bare)
-        return replace(self, parts=parts, cuts=cuts, take=take)
+        known = None if arguments.state else tuple(bare)
+        return replace(self, arguments=known, cuts=cuts, take=take)
 
 
 class Plans(dict[Any, Plan]):

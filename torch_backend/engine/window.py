@@ -257,7 +257,7 @@ class Window(ExitStack):
         # Autograd adds to the sums if one cotangent is right for all of them: the weight, or 1 for
         # sums without weights. Else the gradients are taken, and each is folded in as it has to be.
         seed = share if folding.are_weighted else 1.0
-        is_lent = folding.lends and (len(folding.ways) < 2 or share == 1)
+        is_lent = folding.lends and (len(folding.adds_of_grads) < 2 or share == 1)
         is_lent = is_lent and (seed in (1, self.even[1]) or self._takes(seed, loss.dtype))
         if not is_lent:
             seed, self.begun = float(counts), False
@@ -287,9 +287,11 @@ class Window(ExitStack):
         objective = loss if self.scale is None else scaled_loss(loss, self.scale, arrays)
         return loss.detach(), aux, objective
 
-    def backward(self, loss: torch.Tensor, seed: float, moving: Sequence[torch.Tensor]) -> None:
-        """Adds the gradients of a loss, times the seed, to the `.grad`s of the leaves."""
-        inputs = leaves = (*self.inputs, *moving)
+    def backward(self, loss: torch.Tensor, seed: float, more: Sequence[torch.Tensor]) -> None:
+        """Adds the gradients of a loss, times the seed, to the `.grad`s of the leaves, and
+        of `more` that the pass has.
+        """
+        inputs = leaves = (*self.inputs, *more)
         if not (loss.requires_grad and leaves):
             functions.note_constant(self, loss, leaves, seed)
             return

@@ -5,7 +5,7 @@
     merge     everything is sent, in one order on all replicas, before anything is waited for
     abort     an error ends the window here, and the others are told
 
-A window that communicates by itself has the replicas agree before it does that all of them go on.
+Before a window communicates by itself, its replicas meet: the same header, of nothing folded yet.
 
 Only torch has this package: in JAX the merge is a psum after the loop.
 
@@ -39,25 +39,28 @@ from torch_backend.sums import Sums, power_above
 class Reduction:
     """Merges what one window folds over the replicas: `propose`, `agree` and `merge`, or `abort`.
 
-    A replica without any micro-batch proposes nothing, and sets empty `sums` of what the others
-    fold when they have agreed. Where an error ends the call, `telling` aborts what is running.
+    A window that communicates by itself has them `meet` before. A replica without any micro-batch
+    proposes nothing; when the replicas have agreed it sets empty `sums` of what the others fold.
+    Where an error ends the call, `telling` aborts what is running.
     """
 
     sums: Sums  # set by `propose`, or from outside
-    # An Agreement on what is folded here, set by `propose`; without any micro-batch on what the
-    # others fold, set by `agree`.
+    # An Agreement on what is folded here, set by `propose`; from `agree` on that of all replicas,
+    # which tells one without any micro-batch what the others fold.
     agreement: Any = None
-    # What waits for the reports of all replicas, while that of the last pass here is under way.
-    exchange: Callable[[], list[Report]] | None = None
-    reports: list[Report]  # those of all, set by `agree`
-    unit = 0.0  # of the weighted sums when they travel; 0 until all replicas have agreed
-    # What is under way, set by `_send`; what is gathered is waited for and taken in by a function.
-    addition: Addition | None = None
-    gathered: Callable[[], None] | None = None
-    updates: Scalar = 0  # how many a state of multi_steps has made; 0 in the window of a call
+    reports: list[Report]  # those of all replicas; set by each `meet` and `agree`
+    unit = 0.0  # of the weighted sums of all replicas; set by `agree` once they have agreed
+    # What waits for the reports of all: set while `agree` waits. After an error `abort` waits on.
+    awaited: Callable[[], list[Report]] | None = None
+    addition: Addition | None = None  # the sums that are under way; set by `_send`
+    # What waits for leaves that are gathered, and takes them in: set by `_send`, or by `_receive`
+    # where replicas have to exchange shapes first.
+    take_in: Callable[[], None] | None = None
 
-    def __init__(self, memory: Memory, replicas: Replicas):
-        self.replicas, self.channel, histories = replicas, replicas.channel, memory.keep(Histories)
+    def __init__(self, memory: Memory, replicas: Replicas, updates: Scalar = 0):
+        """`updates`: how many a state of multi_steps has made; 0 in the window of a call."""
+        self.replicas, self.channel, self.updates = replicas, replicas.channel, updates
+        histories = memory.keep(Histories)
         if replicas.group not in histories:
             histories[replicas.group] = History(memory, replicas)
         history = self.history = histories[replicas.group]
@@ -65,8 +68,10 @@ class Reduction:
         histories.begun += 1
         history.begun += 1
         self.window, history.running = history.begun, self
-        # Where each leaf that travels lies, set by `_send`: a DTensor travels as its shard.
+        # Where each DTensor lies, by leaf; set by `_send`, as it travels as its shard.
         self.specs: dict[int, Any] = {}
+
+    # --- what is folded
 
     def propose(self, sums: Sums, leaves: Mapping[int, Array]) -> None:
         """Takes the sums of a window whose first micro-batch has these leaves, by their indices.
@@ -74,49 +79,46 @@ class Reduction:
         One that is missing, or None, is reduced elsewhere.
         """
         self.sums = sums
-        self.agreement = self.history.propose(sums.folding, leaves)
+        self.agreement = self.history.agreement_on(sums.folding, leaves)
 
-    def agree(
-        self, last: bool = True, rebuild: Rebuild | None = None, is_known: bool = True
-    ) -> bool:
-        """Waits for the other replicas; whether all say that no pass comes after the next one in
-        which they reduce something by themselves. If so, and if `is_known` what is folded here,
-        they have told each other, and the unit is set.
+    def meet(self, last: bool) -> bool:
+        """Waits for the other replicas, before something else than this merge communicates; whether
+        all say that it is the `last` time.
+
+        Raises FuncgaError, on all replicas, if one has raised an error, or if they do not do the
+        same: collectives of two windows would be taken for one another.
+        """
+        with self._same_on_all():
+            self.channel.send_owed()  # by earlier windows, before anything of this one
+            return self._are_last(self._tell(last=last))
+
+    def agree(self, last: bool = True, rebuild: Rebuild | None = None) -> bool:
+        """`meet`, and each tells what it has folded. Where it is the last time for all, they agree
+        on that, and on the unit of weighted sums.
 
         A replica without any micro-batch is told what the others fold in a first window: `rebuild`
         makes it of a value like theirs, whose tensors have no memory.
-        Raises FuncgaError, on all replicas, if one has raised an error, or if they do not do the
-        same: collectives of two windows would be taken for one another.
         """
         if self.unit:
             return True
         with self._same_on_all():
-            receive = self.exchange
-            if receive is None:
-                # After what is still owed from earlier windows.
+            if self.awaited is None:
                 self.channel.send_owed()
-                mine = self._report(self.agreement if is_known else None, last=last)
-                receive = exchange_reports(self.channel, mine)
-            self.exchange = receive if last and is_known else None
-            self.reports = reports = receive()
-            self.exchange = None
-            # What a replica has not finished is in each header from now on: as long as the others
-            # cannot know what it has left out, all windows are refused.
-            if self.updates < max([report.updates for report in reports]):
-                self.history.finished -= 1
-            check_in_step(reports)
-            self.history.check_steps(reports)
-            are_last = all(report.last for report in reports)
-            if not (is_known and are_last):
-                return are_last
-            if not any(report.digest for report in reports):
+                self.awaited = self._tell(self.agreement, last=last)
+            are_last = self._are_last(self.awaited)
+            self.awaited = None
+            if not are_last:
+                return False
+            if not any(report.digest for report in self.reports):
                 raise nothing_to_fold()
-            self.agreement = self.history.agree(self.agreement, rebuild, reports)
-        self.unit = _unit_of(reports)
+            self.agreement = self.history.agreement_of_all(self.agreement, rebuild, self.reports)
+        self.unit = _unit_of(self.reports)
         return True
 
-    def _report(self, agreement: Agreement | None = None, **said: Any) -> Report:
-        """What this replica says: how far the step has come, and what is folded by an agreement."""
+    def _tell(self, agreement: Agreement | None = None, **said: Any) -> Callable[[], list[Report]]:
+        """Tells the others how far the step has come, and what is folded by an agreement; returns
+        what waits for the reports of all.
+        """
         if agreement is not None:
             sums = self.sums
             # Counts that only a device knows are sent with the sums.
@@ -131,16 +133,23 @@ class Reduction:
                 numbers=[float(arrays.scalar(sums.of[leaf]) or 0) for leaf in agreement.numbers],
             )
         history = self.history
-        return Report(history.digest, self.window, history.finished, float(self.updates), **said)
+        mine = Report(history.digest, self.window, history.finished, float(self.updates), **said)
+        return exchange_reports(self.channel, mine)
 
-    @contextmanager
-    def _same_on_all(self) -> Iterator[None]:
-        """A context in which a FuncgaError is raised on all replicas: none waits for this one."""
-        try:
-            yield
-        except FuncgaError:
-            self.history.running = None
-            raise
+    def _are_last(self, receive: Callable[[], list[Report]]) -> bool:
+        """Waits for the reports of all replicas, and checks them; whether all say that it is the
+        last time.
+        """
+        self.reports = reports = receive()
+        # What a replica has not finished is in each header from now on: as long as the others
+        # cannot know what it has left out, all windows are refused.
+        if self.updates < max([report.updates for report in reports]):
+            self.history.finished -= 1
+        check_in_step(reports)
+        self.history.check_steps(reports)
+        return all(report.last for report in reports)
+
+    # --- the sums travel
 
     def merge(self) -> None:
         """Sends everything, and waits: the sums are then those of all replicas, and the state that
@@ -151,6 +160,101 @@ class Reduction:
             self._send()
             self._receive()
         self.end()
+
+    def _send(self) -> None:
+        """Begins all messages that are left, except those before which the replicas have to
+        exchange shapes.
+        """
+        sums, of, agreement = self.sums, self.sums.of, self.agreement
+        collects = agreement.outputs.collected
+        if self.addition is None:
+            sums.hold_in(self.unit)  # from the unit of this replica to that of all
+            for leaf in (*agreement.summed, *agreement.gathered):
+                # All send the same shapes: where nothing is folded it is the identity.
+                if of[leaf] is None:
+                    of[leaf] = sums.folding.folds[leaf].identity(agreement.likes[leaf])
+                if type(of[leaf]) is not torch.Tensor:
+                    self.specs[leaf], of[leaf] = spec_of(of[leaf]), local(of[leaf])
+            counts = sums.total, sums.steps, sums.rejected
+            told = counts if any(report.on_device for report in self.reports) else ()
+            # Also where no sum travels: the mark of an error has to be read before the exchanges
+            # that all else takes.
+            others = agreement.gathered, collects, agreement.outputs.threads
+            if any((told, agreement.summed, *others)):
+                self.addition = Addition(sums, agreement, self.replicas, told)
+        # If its last message is sent already when this replica fails, the others have all of the
+        # window, and the next header shows that it was not finished here.
+        if self.addition is not None:
+            self.addition.begin(has_failed=self.history.running is not self)
+        if agreement.gathered and not (self.take_in or collects):
+            self.take_in = gather(sums, agreement, self.replicas)
+
+    def _receive(self) -> None:
+        """Waits for everything, and takes in what the others have folded."""
+        sums, agreement, state = self.sums, self.agreement, self.sums.state
+        collects = agreement.outputs.collected
+        self._count()
+        if self.addition is not None:
+            counts, mark = self.addition.finish()
+            if counts:
+                sums.total, sums.rejected = sums.total + counts[0], sums.rejected + counts[2]
+                sums.steps = sums.steps + counts[1].to(torch.int64)
+            self._look_at(mark[0], may_wait=bool(mark.is_cpu or collects or state))
+        if collects:
+            self.take_in = gather(sums, agreement, self.replicas)
+        if self.take_in is not None:
+            self.take_in()
+        for leaf, spec in self.specs.items():
+            sums.of[leaf] = as_dtensor(sums.of[leaf], spec)
+        folded = [rank for rank, report in enumerate(self.reports) if report.steps]
+        if state and folded:
+            told = self.channel.broadcast_from(folded[-1], [*map(_portable, state)])
+            for index, leaf in enumerate(told):
+                if isinstance(leaf, torch.Tensor):
+                    state[index] = leaf.to(agreement.device)
+                elif leaf is not None:
+                    state[index] = leaf
+
+    def _count(self) -> None:
+        """Takes in what all headers say: the counts, and numbers, in the order of the replicas."""
+        sums, folding, reports = self.sums, self.sums.folding, self.reports
+        sums.unit, sums.total = self.unit, sum([report.weight for report in reports])
+        sums.steps = int(sum([report.steps for report in reports]))
+        sums.rejected = int(sum([report.rejected for report in reports]))
+        for position, leaf in enumerate(self.agreement.numbers):
+            # From the unit of each replica to that of all; one without a unit has nothing to add.
+            is_weighted = folding.adds[leaf] == "weighted"
+            units = [report.unit / self.unit if is_weighted else 1.0 for report in reports]
+            numbers = [report.numbers[position] for report in reports]
+            total = sum(map(operator.mul, numbers, units))
+            dtype = folding.folds[leaf].accumulator_dtype
+            sums.of[leaf] = torch.tensor(total, dtype=dtype, device="cpu")
+
+    def _look_at(self, mark: torch.Tensor, may_wait: bool) -> None:
+        """Raises FuncgaError, on all replicas, if one has marked its sums as failed."""
+        # Reading the mark from a device makes the host wait. Instead the weight becomes NaN there,
+        # and so does every mean of the window. But before another exchange between hosts it has to
+        # be read: a replica that has given up would not answer.
+        if may_wait and self.channel.is_marked(mark):
+            raise FuncgaError(
+                "another replica has raised an error, or was interrupted, when the others had "
+                "begun to merge this window: nothing of it can be used. See what that process "
+                "says, and let the error end all of them; or leave this window out on every rank."
+            )
+        if not mark.is_cpu:
+            unknown = torch.where(mark != 0, float("nan"), 0.0)
+            self.sums.total = self.sums.total + unknown.to(torch.float64)
+
+    # --- the window ends
+
+    @contextmanager
+    def _same_on_all(self) -> Iterator[None]:
+        """A context in which a FuncgaError is raised on all replicas: none waits for this one."""
+        try:
+            yield
+        except FuncgaError:
+            self.history.running = None
+            raise
 
     def end(self) -> None:
         """Counts the window as finished, here as on the other replicas."""
@@ -175,93 +279,10 @@ class Reduction:
         """
         # Where this raises an error the others have raised the same, and wait for nothing.
         with suppress(FuncgaError, RuntimeError):
-            if self.unit or (self.exchange is not None and self.agree()):
+            if self.unit or (self.awaited is not None and self.agree()):
                 self._send()
             else:
-                exchange_reports(self.channel, self._report(failed=True))
-
-    def _send(self) -> None:
-        """Begins all messages that are left, except those before which the replicas have to
-        exchange shapes.
-        """
-        sums, agreement = self.sums, self.agreement
-        of, outputs = sums.of, agreement.outputs
-        if self.addition is None:
-            sums.hold_in(self.unit)  # from the unit of this replica to that of all
-            for leaf in (*agreement.summed, *agreement.gathered):
-                # All send the same shapes: where nothing is folded it is the identity.
-                if of[leaf] is None:
-                    of[leaf] = sums.folding.folds[leaf].identity(agreement.likes[leaf])
-                if type(of[leaf]) is not torch.Tensor:
-                    self.specs[leaf], of[leaf] = spec_of(of[leaf]), local(of[leaf])
-            counts = sums.total, sums.steps, sums.rejected
-            told = counts if any(report.on_device for report in self.reports) else ()
-            # A mark of an error has to be read before the exchanges that all but sums take.
-            others = agreement.gathered, outputs.collected, outputs.threads
-            if any((told, agreement.summed, *others)):
-                self.addition = Addition(sums, agreement, self.replicas, told)
-        # If its last message is sent already when this replica fails, the others have all of the
-        # window, and the next header shows that it was not finished here.
-        if self.addition is not None:
-            self.addition.begin(has_failed=self.history.running is not self)
-        if agreement.gathered and not (self.gathered or outputs.collected):
-            self.gathered = gather(sums, agreement, self.replicas)
-
-    def _receive(self) -> None:
-        """Waits for everything, and takes in what the others have folded."""
-        sums, agreement = self.sums, self.agreement
-        collects, state = agreement.outputs.collected, sums.state
-        self._count()
-        if self.addition is not None:
-            counts, mark = self.addition.finish()
-            if counts:
-                sums.total, sums.rejected = sums.total + counts[0], sums.rejected + counts[2]
-                sums.steps = sums.steps + counts[1].to(torch.int64)
-            self._look_at(mark[0], may_wait=bool(mark.is_cpu or collects or state))
-        if collects:
-            self.gathered = gather(sums, agreement, self.replicas)
-        if self.gathered is not None:
-            self.gathered()
-        for leaf, spec in self.specs.items():
-            sums.of[leaf] = as_dtensor(sums.of[leaf], spec)
-        folded = [rank for rank, report in enumerate(self.reports) if report.steps]
-        if state and folded:
-            told = self.channel.broadcast_from(folded[-1], [*map(_portable, state)])
-            for index, leaf in enumerate(told):
-                if isinstance(leaf, torch.Tensor):
-                    state[index] = leaf.to(agreement.device)
-                elif leaf is not None:
-                    state[index] = leaf
-
-    def _count(self) -> None:
-        """Takes in what all headers say: the counts, and numbers, in the order of the replicas."""
-        sums, folding, reports = self.sums, self.sums.folding, self.reports
-        sums.unit, sums.total = self.unit, sum([report.weight for report in reports])
-        sums.steps = int(sum([report.steps for report in reports]))
-        sums.rejected = int(sum([report.rejected for report in reports]))
-        for position, leaf in enumerate(self.agreement.numbers):
-            # From the unit of each replica to that of all; one without a unit has nothing to add.
-            is_weighted = folding.kinds[leaf] == "weighted"
-            units = [report.unit / self.unit if is_weighted else 1.0 for report in reports]
-            numbers = [report.numbers[position] for report in reports]
-            total = sum(map(operator.mul, numbers, units))
-            dtype = folding.folds[leaf].accumulator_dtype
-            sums.of[leaf] = torch.tensor(total, dtype=dtype, device="cpu")
-
-    def _look_at(self, mark: torch.Tensor, may_wait: bool) -> None:
-        """Raises FuncgaError, on all replicas, if one has marked its sums as failed."""
-        # Reading the mark from a device makes the host wait. Instead the weight becomes NaN there,
-        # and so does every mean of the window. But before another exchange between hosts it has to
-        # be read: a replica that has given up would not answer.
-        if may_wait and self.channel.is_marked(mark):
-            raise FuncgaError(
-                "another replica has raised an error, or was interrupted, when the others had "
-                "begun to merge this window: nothing of it can be used. See what that process "
-                "says, and let the error end all of them; or leave this window out on every rank."
-            )
-        if not mark.is_cpu:
-            unknown = torch.where(mark != 0, float("nan"), 0.0)
-            self.sums.total = self.sums.total + unknown.to(torch.float64)
+                self._tell(failed=True)
 
 
 def _unit_of(reports: Sequence[Report]) -> float:

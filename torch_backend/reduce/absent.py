@@ -4,7 +4,6 @@ has ended it.
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torch_backend.replicas import are_processes, explained
 from torch_backend.sums import Folding, Sums
 
 
-def adopted(
+def empty_sums(
     merge: Reduction,
     program: Program,
     arguments: Arguments,
@@ -31,8 +30,7 @@ def adopted(
     which lie here as their gradients do.
     """
     known = trees.flatten([part.value for part in arguments.parts] if own is None else own)[0]
-    devices = [leaf.device for leaf in known if isinstance(leaf, torch.Tensor)]
-    device = next(iter(devices), "cpu")
+    device = next((leaf.device for leaf in known if isinstance(leaf, torch.Tensor)), "cpu")
 
     def rebuild(value: Tree) -> tuple[Folding, dict[int, Any]]:
         likes, structure = trees.flatten(value)
@@ -49,18 +47,11 @@ def adopted(
     return merge.sums
 
 
-def with_a_blank_row(arguments: Arguments) -> Arguments:
-    """The arguments of an empty batch, with one row of zeros in it."""
-    parts = []
-    for part in arguments.parts:
-        leaves = [*part.leaves]
-        for index, axis in enumerate(part.axes):
-            if isinstance(axis, int) and leaves[index] is not None:
-                shape = [*leaves[index].shape]
-                shape[axis] = 1
-                leaves[index] = leaves[index].new_zeros(shape)
-        parts.append(part._replace(leaves=leaves))
-    return replace(arguments, parts=tuple(parts))
+def zero_rows(array: torch.Tensor, axis: int, start: int, size: int) -> torch.Tensor:
+    """`size` rows of zeros, as `Arguments.cut` takes rows of an empty batch."""
+    shape = [*array.shape]
+    shape[axis] = size
+    return array.new_zeros(shape)
 
 
 def telling(programs: Sequence[Program], backend: Backend) -> AbstractContextManager[object] | None:

@@ -65,7 +65,10 @@ class History:
     have agreed on.
     """
 
-    begun = finished = 0  # how many windows; counted by each Reduction
+    begun = 0  # how many windows; counted by each Reduction
+    # How many of these have ended, here as on the others: set when one is merged. Taken back by
+    # `telling` if an error ends its call after that, and where others have made more updates.
+    finished = 0
     # The Reduction that has begun, until it is merged, or given up here, or all replicas raise.
     running: Any = None
     # Digests of the different steps that replicas may take, as each has a loss of its own; set by
@@ -80,7 +83,7 @@ class History:
         self.digest = digest_of((self.step, [*self.options.items()]))
         self.agreements: deque[Agreement] = deque(maxlen=16)  # on the last structures
 
-    def propose(self, folding: Folding, leaves: Mapping[int, Array]) -> Agreement:
+    def agreement_on(self, folding: Folding, leaves: Mapping[int, Array]) -> Agreement:
         """The Agreement on outputs that are folded so: one that there is, or one that the others
         have yet to agree to.
 
@@ -140,7 +143,9 @@ class History:
                 )
         self.steps = digests
 
-    def agree(self, mine: Agreement | None, rebuild: Any, reports: list[Report]) -> Agreement:
+    def agreement_of_all(
+        self, mine: Agreement | None, rebuild: Any, reports: list[Report]
+    ) -> Agreement:
         """The Agreement of all replicas after these reports.
 
         `mine` is what this replica proposes; None if it has nothing to fold, and then `rebuild`, a
@@ -157,7 +162,7 @@ class History:
         if is_new:
             teller = digests.index(max(digests))
             told = channel.broadcast_from(teller, _or_text(lambda: _pickled(mine)))
-            rebuilt = lambda: self.propose(*rebuild(pickle.loads(told)))
+            rebuilt = lambda: self.agreement_on(*rebuild(pickle.loads(told)))
             # A text if that one cannot tell, or this one cannot fold it: none is left waiting.
             answer = told if isinstance(told, str) else mine or _or_text(rebuilt)
         if is_new or len({*digests} - {0}) > 1:
@@ -213,14 +218,14 @@ def _ways(folding: Folding, likes: dict[int, Any]) -> tuple[list[int], list[int]
     """
     numbers, summed, gathered = list[int](), list[int](), list[int]()
     for leaf, fold in folding.folds.items():
-        like, adds = likes.get(leaf), fold.fold.reducer.monoid.collective == "sum"
+        like, is_sum = likes.get(leaf), fold.fold.reducer.monoid.collective == "sum"
         is_number = type(like) is torch.Tensor and like.is_cpu and like.ndim == 0
         # A float64 holds a sum of floats.
-        is_float = folding.kinds[leaf] is not None and fold.accumulator_dtype.is_floating_point
+        is_float = folding.adds[leaf] is not None and fold.accumulator_dtype.is_floating_point
         if is_number and is_float and len(numbers) < ROOM:
             numbers.append(leaf)
         elif like is not None:
-            (summed if adds else gathered).append(leaf)
+            (summed if is_sum else gathered).append(leaf)
     return numbers, summed, gathered
 
 

@@ -11,7 +11,7 @@ from torch_backend.replicas import Channel
 class Report(NamedTuple):
     """What a replica says of its window. Each is a number that a float64 holds."""
 
-    step: float  # a digest of the Step, and of the options that have to be the same everywhere
+    step: float  # a digest of the StepId, and of the options that have to be the same everywhere
     begun: float  # windows of this step, with this one
     finished: float
     updates: float  # of the state of `multi_steps` that the window is in

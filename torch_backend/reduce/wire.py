@@ -84,9 +84,9 @@ class Addition:
             self.arrays[-1].fill_(has_failed)  # the mark, which the last one sends
             flat = [self.arrays[index].to(self.dtypes[index]).reshape(-1) for index in indices]
             numbers = torch.cat(flat) if flat[1:] else flat[0]  # a single one in its own memory
-            parts = torch.split(numbers, [*map(len, flat)])
-            for index, part in zip(indices, parts, strict=True):
-                self.arrays[index] = part
+            pieces = torch.split(numbers, [*map(len, flat)])
+            for index, piece in zip(indices, pieces, strict=True):
+                self.arrays[index] = piece
             self.works.append(self.channel.carrier(numbers.device).allreduce([numbers]))
 
     def finish(self) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -101,10 +101,11 @@ class Addition:
         totals, counts = trees.unflatten(self.structure, [*map(_restored, arrays, self.forms)])
         for leaf, total in zip(self.leaves, totals, strict=True):
             received = folding.folds[leaf].fold.reducer.monoid.received
+            is_small = isinstance(total, torch.Tensor) and total.nbytes <= _SMALL
             if received is not None:
                 total = received(torch, total)
-            elif isinstance(total, torch.Tensor) and total.nbytes <= _SMALL:
-                total = total if leaf in folding.grads else total.clone()
+            elif is_small and leaf not in folding.grads:
+                total = total.clone()
             self.sums.of[leaf] = total
         return counts, mark
 
@@ -156,9 +157,9 @@ def gather(sums: Sums, agreement: Agreement, replicas: Replicas) -> Callable[[],
         told = []
         for numbers, lengths, forms in zip(received(), sizes, of_ranks, strict=True):
             # An array may begin at any byte. A copy is aligned for its dtype.
-            parts = torch.split(numbers[: sum(lengths)], lengths)
-            pairs = zip(parts, forms, strict=True)
-            arrays = [part.clone().view(form.dtype).view(form.shape) for part, form in pairs]
+            pieces = torch.split(numbers[: sum(lengths)], lengths)
+            pairs = zip(pieces, forms, strict=True)
+            arrays = [piece.clone().view(form.dtype).view(form.shape) for piece, form in pairs]
             told.append(trees.unflatten(structure, arrays))
         leaves = [*agreement.gathered, *outputs.collected]
         for leaf, *of_leaf in zip(leaves, *told, strict=True):

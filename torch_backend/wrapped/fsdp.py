@@ -26,15 +26,15 @@ class FSDP2(Wrapper):
     )
 
     @cached_property
-    def parts(self) -> list[FSDPModule]:
+    def modules(self) -> list[FSDPModule]:
         """All modules that are wrapped."""
         return [m for root in self.wrapped for m in root.modules() if isinstance(m, FSDPModule)]
 
     @cached_property
     def param_groups(self) -> list[_private.ParamGroup]:
         """The groups of parameters that are communicated together."""
-        of_parts = map(_private.param_groups, self.parts)
-        return [*dict.fromkeys(group for groups in of_parts for group in groups)]
+        of_modules = map(_private.param_groups, self.modules)
+        return [*dict.fromkeys(group for groups in of_modules for group in groups)]
 
     def covered(self) -> set[int]:
         """All that are sharded or replicated by it."""
@@ -47,8 +47,8 @@ class FSDP2(Wrapper):
         """Shards the parameters again. An evaluation may have left them unsharded, and they are
         other tensors then.
         """
-        for part in self.parts:
-            part.reshard()
+        for module in self.modules:
+            module.reshard()
 
     def leaves(self) -> dict[int, torch.Tensor]:
         """The unsharded parameters, which are made at the first forward pass."""
@@ -74,7 +74,7 @@ class FSDP2(Wrapper):
     def flags(self, syncs: bool) -> Flags:
         """Those of set_requires_gradient_sync, set_requires_all_reduce, set_is_last_backward."""
         scatters = syncs or self.sync == "outer"
-        return _private.sync_flags(self.parts, self.param_groups, scatters, syncs)
+        return _private.sync_flags(self.modules, self.param_groups, scatters, syncs)
 
     def window(self) -> AbstractContextManager[None]:
         """The context of a window: what one replica alone has used is reduced, too, if torch can do
@@ -91,7 +91,7 @@ class FSDP2(Wrapper):
 
     def recover(self) -> None:
         """Forgets the sums, and lets the next forward pass begin anew."""
-        for part in self.parts:
-            _private.reset_fsdp2(part)
+        for module in self.modules:
+            _private.reset_fsdp2(module)
         for leaf in self.leaves().values():
             leaf.grad = None

@@ -17,7 +17,6 @@ from typing import Any, Self
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from funcga._backend import Backend
 from funcga._call import Program, telling
@@ -33,7 +32,7 @@ from torch_backend.engine.leaves import OWN
 from torch_backend.engine.window import Window
 from torch_backend.modules.layers import buffers_of, put_back
 from torch_backend.reduce import Reduction, reductions_of
-from torch_backend.reduce.absent import with_a_blank_row
+from torch_backend.reduce.absent import zero_rows
 from torch_backend.reduce.header import nothing_to_fold
 from torch_backend.sums import Sums
 from torch_backend.wrapped.ddp import Wrapper, assign
@@ -78,14 +77,21 @@ class WrappedWindow(Window):
     Gradients are summed where they are: in the `.grad`s of the module's own parameters, by autograd
     and by what wraps the module. That divides them by its `scale`, the unit of weighted sums.
 
-    A replica that raises an error must not leave the others in a collective of the wrapper's. So
-    they meet before such, unless nothing of the user's has run since they met.
+    A micro-batch is one pass, and a replica that has no more runs passes that add nothing while
+    others have. The wrapper reduces in the last pass of all, or in each:
+
+        meet        before a forward pass that communicates
+        forward     the loss, which joins the sums
+        meet        before a backward pass that communicates: is it the last of all?
+        backward    its cotangent is the weight
+
+    A replica that raises an error must not leave the others in a collective of the wrapper's: hence
+    the meetings. None is needed if nothing of the user's has run since the one before.
     """
 
     may_communicate = True
-    is_weighted = False  # whether the fold weighs gradients; set with the first loss
-    seed = 0.0  # the cotangent of the present pass; set before it
-    is_last = False  # whether no replica has another; set before the backward pass
+    seed = 0.0  # the cotangent of the present pass; set after its forward pass
+    is_last = False  # whether no replica has another pass; set before a backward pass
 
     def __init__(self, owner: WrappedGradient, program: Program, *others: Any):
         # First, as other replicas are told of any error from here on.
@@ -93,13 +99,13 @@ class WrappedWindow(Window):
         super().__init__(program, owner, *others)
         self.program: Program = program
         self.owner, self.wrapper, self.module = owner, owner.wrapper, owner.module
-        # Whether what is beside the gradients is added after the backward pass, which tells what
-        # that is.
+        # Whether the loss joins the sums after the backward pass, which tells what else does.
         self.adds_late = program.skip is not None or program.readings is not None
         self.is_stream = not any(program.split)
-        # Whether every pass reduces, for which it has to see each gradient.
+        # Whether every pass reduces; otherwise the last one of all does. In such a pass the wrapper
+        # has to see each gradient.
         self.meets = self.wrapper.meets_in_every_pass
-        self.may_fuse = not self.meets
+        self.may_fuse = not self.meets  # also False from the last pass on
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
@@ -133,10 +139,8 @@ class WrappedWindow(Window):
         """
         known, sums = self.plan.folding, super()._bind(loss, aux)
         folding = sums.folding
-        folds: list[Any] = [folding.outputs.folds[index] for index in folding.grads]
         if folding is not known:
-            self._check(folds)
-        self.is_weighted = folds[0].adds == "weighted"
+            self._check([folding.outputs.folds[index] for index in folding.grads])
         self.sums, sums.unit, sums.unit_is_fixed = sums, self.wrapper.scale, True
         if self.wrapper.wrapped:
             # Gradients are where autograd adds them.
@@ -181,21 +185,19 @@ class WrappedWindow(Window):
             self._fill_up(args, kwargs)
 
     def _run_pass(
-        self,
-        args: tuple[Tree, ...],
-        kwargs: dict[str, Tree],
-        weight: Scalar | None,
-        is_ending: bool,
+        self, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: Scalar | None, last: bool
     ) -> None:
-        """Runs a micro-batch; one of weight None only lets the others run theirs. `is_ending`:
-        whether this replica has no other.
+        """Runs a micro-batch, the `last` of this replica or not; one of weight None only lets the
+        others run theirs.
         """
-        # The replicas meet where the forward pass communicates, and the user's code has run, as it
-        # does between two micro-batches of a stream.
-        communicates = self.meets or (self.sums is None and self.wrapper.begins_with_buffers)
-        if communicates and (self.sums is None or self.is_stream):
+        # Code of the user's has run before the first pass, and before each of a stream.
+        if self.sums is None:
+            communicates = self.meets or self.wrapper.begins_with_buffers
+        else:
+            communicates = self.meets and self.is_stream
+        if communicates:
             self._meet(False)
-        if is_ending and not self.meets:
+        if last and not self.meets:  # then it is the last of all
             assign(self.wrapper.flags(True))
         # A cotangent of 0 times a NaN is NaN, so a micro-batch that weighs nothing is masked.
         with nullcontext() if weight else self.masked():
@@ -209,14 +211,14 @@ class WrappedWindow(Window):
                     f"{self.seed:g}. Return a loss in float32, computed from outputs in float32: "
                     "F.cross_entropy(module(x).float(), y)."
                 )
+            # Usually the loss joins the sums first: before the last backward pass the replicas tell
+            # each other what they have folded.
             if self.adds_late:
-                self._backward(objective, is_ending)
+                self._backward(objective, last)
             if weight is not None:
                 self._add(loss, aux, weight)
-            # Usually the loss is in the sums first, because before the last pass the replicas tell
-            # each other what they have folded.
             if not self.adds_late:
-                self._backward(objective, is_ending)
+                self._backward(objective, last)
 
     def _add(self, loss: torch.Tensor, aux: Tree, weight: Scalar) -> None:
         """Adds what stands beside the gradients of a micro-batch, and counts it."""
@@ -231,26 +233,29 @@ class WrappedWindow(Window):
         sums.add(values, weight)
 
     def _meet(self, last: bool, is_known: bool = False) -> bool:
-        """Waits for the other replicas; whether this is the last pass of all. FuncgaError if one
-        has failed. `is_known`: whether all that this replica has folded is known.
+        """Waits for the other replicas; whether the pass that comes is the last of all.
+        FuncgaError if one has failed. `is_known`: whether what this replica folds is in the sums.
         """
         first, *others = self.merges
+        # One group after the other: what the last of them says holds for all.
         for merge in others:
-            last = merge.agree(last, is_known=False)
-        return first.agree(last, is_known=is_known)
+            last = merge.meet(last)
+        return first.agree(last) if is_known else first.meet(last)
 
     def seed_of(self, weight: Scalar) -> float:
         """The cotangent of a loss. Sums that have no unit are to be sums over the replicas."""
         sums: Any = self.sums
-        seed = float(weight) if self.is_weighted else 1.0
-        return seed if sums.folding.are_weighted else seed * self.wrapper.scale
+        folding = sums.folding
+        weighs = folding.folds[folding.grads[0]].adds == "weighted"
+        seed = float(weight) if weighs else 1.0
+        return seed if folding.are_weighted else seed * self.wrapper.scale
 
-    def _backward(self, loss: torch.Tensor, is_ending: bool) -> None:
-        """The backward pass of a loss. Others' `.grad`s stay.
+    def _backward(self, loss: torch.Tensor, last: bool) -> None:
+        """The backward pass of a loss, the `last` of this replica or not. Others' `.grad`s stay.
 
-        The replicas meet before it, and before the last one of all tell each other what is folded,
-        as far as it is known. From there on a replica that has failed could not be told from one
-        that is slow.
+        The replicas meet before one that communicates, and before the last of all tell each other
+        what is folded, as far as it is known. From there on a replica that has failed could not be
+        told from one that is slow.
         """
         if not loss.requires_grad:
             raise FuncgaError(
@@ -258,16 +263,16 @@ class WrappedWindow(Window):
                 f"{self.wrapper.name} to synchronise in. Return a loss that is computed from "
                 "module(x), 0 times that if need be."
             )
-        if is_ending or self.meets:
-            self.is_last = self._meet(is_ending, not self.adds_late)
+        if last or self.meets:
+            self.is_last = self._meet(last, not self.adds_late)
         if self.is_last:
             assign(self.wrapper.flags(True))
             self.may_fuse = False  # what is reduced in this pass is to see each gradient
         # The graph ends in these, and no pass is restricted to them: FSDP has hooks elsewhere.
-        replaced = [leaf for leaf in self.wrapper.leaves().values() if leaf.requires_grad]
-        self.runs_whole = bool(replaced)
+        unsharded = [leaf for leaf in self.wrapper.leaves().values() if leaf.requires_grad]
+        self.runs_whole = bool(unsharded)
         with self.wrapper.synchronising() if self.is_last else nullcontext():
-            self.backward(loss, self.seed, replaced)
+            self.backward(loss, self.seed, unsharded)
 
     @contextmanager
     def masked(self) -> Iterator[None]:
@@ -278,7 +283,7 @@ class WrappedWindow(Window):
         because a layer may send their gradients to other replicas. Leaves are masked because a NaN
         among what a layer has saved, times a gradient of 0, is NaN.
         """
-        hooks: dict[int, tuple[torch.Tensor, RemovableHandle]] = {}
+        stack, hooked = ExitStack(), dict[int, torch.Tensor]()
 
         def mask(gradient: torch.Tensor | None) -> torch.Tensor | None:
             # DDP passes None on, where the loss does not use an output.
@@ -288,19 +293,15 @@ class WrappedWindow(Window):
             # FSDP2 makes the leaves in its first forward pass.
             leaves = [*self.wrapper.leaves().values()] or self.inputs
             for tensor in filter(torch.is_tensor, (*trees.flatten(output)[0], *leaves)):
-                if tensor.requires_grad and id(tensor) not in hooks:
-                    hooks[id(tensor)] = tensor, tensor.register_hook(mask)
+                if tensor.requires_grad and id(tensor) not in hooked:
+                    hooked[id(tensor)] = tensor
+                    stack.callback(_private.remove_hook, tensor, tensor.register_hook(mask))
 
-        watch(self.module, (), ())  # those that are there already
-        modules = self.wrapper.wrapped or self.module.children()
-        handles = [module.register_forward_hook(watch) for module in modules]
-        try:
+        with stack:
+            watch(self.module, (), ())  # those that are there already
+            for module in self.wrapper.wrapped or self.module.children():
+                stack.callback(module.register_forward_hook(watch).remove)
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
-            for tensor, hook in hooks.values():
-                _private.remove_hook(tensor, hook)
 
     # --- replicas with fewer micro-batches than others
 
@@ -339,9 +340,8 @@ class WrappedWindow(Window):
                 "stream(funcga.value_and_grad(torch_backend.pure_loss(module, loss_fn)), "
                 "across=group), with the module that was wrapped."
             )
-        self.arguments = arguments = with_a_blank_row(arguments)
         with self.passes():
-            self._fill_up(arguments.cut(0, 1, state), kwargs)
+            self._fill_up(arguments.cut(0, 1, state, zero_rows), kwargs)
         if self.sums is not None:
             self.sums.state = state
         return self.result()

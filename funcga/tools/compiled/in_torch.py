@@ -251,7 +251,7 @@ class CompiledWindow(Window):
         # Until the first loss shows its dtype, one of that of the parameters stands in.
         folding = self.plan.folding or bound.folding_of(self, leaves[0].new_zeros(()), None)
         self.is_weighted = folding.are_weighted
-        if folding.lends and len(folding.ways) < 2:  # all are sums, of one kind
+        if folding.lends and len(folding.adds_of_grads) < 2:  # all are sums, of one kind
             self.totals = self._zeros(leaves, folding)
             like = {"dtype": self.totals[0].dtype, "device": self.totals[0].device}
             self.factor = cache(partial(torch.full, (), **like))

@@ -21,7 +21,7 @@ from funcga._call.arguments import Arguments
 from funcga._fold import Tally, accumulator_dtype, kind
 from funcga._fold.outputs import Outputs
 from funcga._grad import GradientFunction, value_and_grad
-from funcga._replicas import Step, step_of
+from funcga._replicas import StepId, step_of
 from funcga._tools import load
 from funcga._types import Across, Array, LossFn, Scalar, Tree, WeightFn
 from funcga.errors import FuncgaError, check_callable
@@ -149,7 +149,7 @@ class Coupled:
 
     program: Program
     gradient: GradientFunction
-    step: Step | None = None
+    step: StepId | None = None
     counting: Any = None
 
     @cached_property

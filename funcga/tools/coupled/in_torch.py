@@ -30,7 +30,7 @@ from torch_backend.engine.plan import Plans, call_key
 from torch_backend.loop import Source, Take, cut, run_window, weights_of
 from torch_backend.modules import PureLoss
 from torch_backend.reduce import Reduction
-from torch_backend.reduce.absent import with_a_blank_row
+from torch_backend.reduce.absent import zero_rows
 from torch_backend.sums import Sums
 from torch_backend.wrapped.ddp import Wrapper
 from torch_backend.wrapped.gradient import ModuleGradient
@@ -237,7 +237,7 @@ class _FirstPass(Called):
         FuncgaError if one has failed.
         """
         for merge in self.merges:
-            last = merge.agree(last, is_known=False)
+            last = merge.meet(last)
         return last or not self.in_step
 
     def _fill_up(self, args: Args, kwargs: Kwargs, runs_later: bool = False) -> None:
@@ -258,7 +258,7 @@ class _FirstPass(Called):
         put_back = self.snapshot()
         if not self.is_last:
             # Over several groups it runs once more, to see what is folded.
-            blank = with_a_blank_row(arguments).cut(0, 1, state)
+            blank = arguments.cut(0, 1, state, zero_rows)
             self._fill_up(blank, kwargs, runs_later=len(self.merges) > 1)
         result = super().result_without_microbatches(arguments, kwargs, state)
         put_back()

@@ -139,7 +139,7 @@ class SkippingCalls(Called):
             # The identity of its monoid in its place: zeros of what is added, one leaf after the
             # other, so that one copy is held at a time.
             value, before = arrays.strided(leaves[index]), sums.of[index]
-            if folding.kinds[index] is not None:
+            if folding.adds[index] is not None:
                 sums.add_reduced({index: _filled(value, dropped)}, weight)
                 continue
             nothing = fold.identity(value)

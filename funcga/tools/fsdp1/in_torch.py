@@ -33,33 +33,35 @@ class FSDP1(Wrapper):
     )
 
     @cached_property
-    def parts(self) -> list[FullyShardedDataParallel]:
+    def modules(self) -> list[FullyShardedDataParallel]:
         """All modules that are wrapped."""
         return [
-            part for root in self.wrapped for part in FullyShardedDataParallel.fsdp_modules(root)
+            module
+            for root in self.wrapped
+            for module in FullyShardedDataParallel.fsdp_modules(root)
         ]
 
     def covered(self) -> set[int]:
         """All that are in a flat parameter."""
-        return {id(p) for part in self.parts for p in private.params_of_fsdp1(part)}
+        return {id(p) for module in self.modules for p in private.params_of_fsdp1(module)}
 
     def leaves(self) -> dict[int, torch.Tensor]:
         """The flat parameters."""
-        flats = map(private.flat_param_of, self.parts)
+        flats = map(private.flat_param_of, self.modules)
         return {id(flat): flat for flat in flats if flat is not None}
 
     @cached_property
     def groups(self) -> list[list[Any]]:
         """The group that shards, and for HYBRID_SHARD the one that replicates."""
-        return [private.groups_of_fsdp1(part) for part in self.parts]
+        return [private.groups_of_fsdp1(module) for module in self.modules]
 
     def sums_in(self, param: torch.Tensor) -> torch.dtype:
         """Waiting passes sum gradients in the dtype that they are computed in, others in the
         parameter's own.
         """
-        for part in self.parts if self.sync == "last" else ():
-            if any(param is p for p in private.params_of_fsdp1(part)):
-                return part.mixed_precision.param_dtype or param.dtype
+        for module in self.modules if self.sync == "last" else ():
+            if any(param is p for p in private.params_of_fsdp1(module)):
+                return module.mixed_precision.param_dtype or param.dtype
         return param.dtype
 
     def window(self) -> AbstractContextManager[None]:
@@ -69,7 +71,9 @@ class FSDP1(Wrapper):
         the shards go; or unsharded parameters, since some would then have no gradient.
         """
         if any(
-            private.is_unsharded(part, name) for part in self.parts for name in ("grad", "data")
+            private.is_unsharded(module, name)
+            for module in self.modules
+            for name in ("grad", "data")
         ):
             raise FuncgaError(
                 "the module is wrapped by FullyShardedDataParallel and has gradients of a "
@@ -83,7 +87,7 @@ class FSDP1(Wrapper):
 
     def flags(self, syncs: bool) -> Flags:
         """That of no_sync()."""
-        return [(part, private.SYNCHRONISES_FSDP1, syncs) for part in self.parts]
+        return [(module, private.SYNCHRONISES_FSDP1, syncs) for module in self.modules]
 
     @contextmanager
     def synchronising(self) -> Iterator[None]:
@@ -105,7 +109,7 @@ class FSDP1(Wrapper):
 
     def recover(self) -> None:
         """Drops the sums, and lets the next forward pass begin anew."""
-        private.reset_fsdp1(self.wrapped, self.parts)
+        private.reset_fsdp1(self.wrapped, self.modules)
 
 
 def _mark(flat: Any) -> tuple[int, int]:

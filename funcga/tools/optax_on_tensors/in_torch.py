@@ -14,7 +14,7 @@ import torch
 
 from funcga._transform import Transform
 from funcga._types import Tree
-from funcga.tools.optimizers.chain_in_torch import check_not_differentiated
+from funcga.tools.optimizers.in_torch import check_not_differentiated
 from funcga.tools.trees import converted, in_torch
 from torch_backend import trees
 from torch_backend.parameters import matched

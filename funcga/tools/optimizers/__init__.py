@@ -6,7 +6,6 @@
     updates, state = tx.update(grads, state, params)
 
 Only torch needs this tool: in JAX optax has all of it. Nothing here accumulates: a transform takes
-gradients, wherever they come from. `in_torch.py` runs torch's own optimizer on aliases or copies of
-the parameters, with its state as a tree, and the options of `options_in_torch.py`;
-`chain_in_torch.py` has chains and clipping.
+gradients, wherever they come from. `in_torch.py` runs what torch itself does in place, the step of
+an optimizer and clipping, on aliases or copies; `chain_in_torch.py` has chains.
 """

@@ -126,10 +126,10 @@ class ScheduledWindow(WrappedWindow):
         wrapper, pipeline = self.wrapper, self.pipeline
         count = self.count or len(self.kept)
         microbatches, self.kept = self.kept[:count], self.kept[count:]
-        self.stages.agree(False, is_known=False)
+        self.stages.meet(False)
         is_last = last and not self.kept
         for reduction in self.reductions if wrapper.wrapped else ():
-            is_last = reduction.agree(is_last, is_known=False)
+            is_last = reduction.meet(is_last)
         # A window that does not say how many it has is not shorter than the last one, for which a
         # schedule is built.
         at_least = max(pipeline.count, pipeline.stages[0].num_stages)

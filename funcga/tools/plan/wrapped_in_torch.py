@@ -91,12 +91,15 @@ class _FSDP1(Unwrapped):
         return load("fsdp1.private_in_torch", "a plan of FullyShardedDataParallel")
 
     def holders(self) -> list[object]:
-        return [each for part in self.wrapper.parts for each in self.private.holders_of_fsdp1(part)]
+        of_modules = map(self.private.holders_of_fsdp1, self.wrapper.modules)
+        return [each for of_module in of_modules for each in of_module]
 
     def held(self) -> Held:
-        private, parts = self.private, self.wrapper.parts
+        private = self.private
         flats = [
-            private.flat_param_of(part) for part in parts if private.is_unsharded(part, "grad")
+            private.flat_param_of(module)
+            for module in self.wrapper.modules
+            if private.is_unsharded(module, "grad")
         ]
         return {
             "unsharded parameters": [*map(private.whole_of_flat, self.wrapper.leaves().values())],
@@ -106,8 +109,8 @@ class _FSDP1(Unwrapped):
 
 class _FSDP2(Unwrapped):
     def holders(self) -> list[object]:
-        parts = map(private_in_torch.holders_of_fsdp2, self.wrapper.parts)
-        return [each for of_part in parts for each in of_part]
+        of_modules = map(private_in_torch.holders_of_fsdp2, self.wrapper.modules)
+        return [each for of_module in of_modules for each in of_module]
 
     def begin(self) -> None:
         # The first pass makes new ones.

@@ -264,6 +264,7 @@ REFUSED = {
         "Fold all of them with funcga.mean(), per_weight() or sum(), and only the value otherwise: fold=(funcga.max(), "
         f"funcga.mean()). For any other fold of gradients use {PURE}, with the module not wrapped."),
     "reproducible": ((of_ddp, {"fold": funcga.reproducible(funcga.mean())}), "the gradients' fold is no sum"),
+    "concat": ((of_ddp, {"fold": (funcga.mean(), funcga.concat())}), "the gradients' fold is no sum"),
     "two kinds": ((two_kinds,), "some are weighed, as by funcga.mean(), and others are not, as by funcga.sum()"),
     "across": ((of_ddp, {"across": "world"}), "across= names the ranks [0, 1, 2, 3], and the module is wrapped by "
         "DistributedDataParallel, which reduces over the ranks [0, 1]. Leave across= out: the wrapper knows its replicas."),
