@@ -15,11 +15,12 @@ from funcga.tools.reports.commands import blamed, show
 DTYPES = ("float16", "bfloat16", "float32", "float64")  # from coarse to fine
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int | str:
     """The exit code of the command line: 0 within the limits, 1 beyond them, 2 for bad usage or a
     missing package.
 
-    130, as shells have it, if it is interrupted.
+    130, as shells have it, if it is interrupted; that of a script or its last message, as
+    `sys.exit` takes it, if one that was watched ended with it.
 
     argv: the arguments after the program's name; default: those of this process. What is found is
     written to standard output, and a refusal, one line, to standard error; with --debug its
@@ -35,8 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             show()
             return 0
         # Imported only now, so that --help is quick.
-        commands = vars(import_module("funcga.tools.commands"))
-        return int(commands[f"run_{options.command}"](options))
+        run = getattr(import_module("funcga.tools.commands"), f"run_{options.command}")
+        code: int | str = run(options)
+        return code
     except KeyboardInterrupt:
         return 130
     # The code of a user may exit as well, and an exit code of its own would be taken for a verdict.

@@ -103,29 +103,30 @@ def run_plan(options: Namespace) -> int:
     return 0 if found.fits else 1
 
 
-def run_doctor(options: Namespace) -> int:
+def run_doctor(options: Namespace) -> int | str:
     """Runs a script as Python does, and prints what was seen of its training loop: as soon as all
     steps that are watched were seen, or when the script ends or is ended.
 
     Returns:
-        The exit code of the script, if it is not 0; else 0 if the loop is exact, 1 if not, 2 if
-        that cannot be told or the script has raised an error.
+        The exit code of the script, or its last message, if it is not 0; else 0 if the loop is
+        exact, 1 if not, 2 if that cannot be told or the script has raised an error.
     """
     sys.argv = [options.script, *options.arguments]
     folder = Path() if options.module else Path(options.script).parent
     sys.path.insert(0, str(folder.resolve()))
-    steps, code = count(1), 0
+    # With --across all processes have the same to say.
+    is_first = os.environ.get("RANK", "0") == "0"
+    steps, code = count(1), None
 
     def on_step(watched: watch) -> None:
         step = next(steps)
         if step == options.steps:
             _report(watched, options)
-        elif _is_first_process():
+        else:
             show_progress(f"funcga: {step}/{options.steps} steps")
 
-    watched = watch(
-        across="world" if options.across else None, steps=options.steps, on_step=on_step
-    )
+    across = "world" if options.across else None
+    watched = watch(across=across, steps=options.steps, on_step=on_step if is_first else None)
     before = signal.signal(signal.SIGTERM, partial(_end, os.getpid()))
     try:
         with watched:
@@ -134,18 +135,14 @@ def run_doctor(options: Namespace) -> int:
             else:
                 runpy.run_path(options.script, run_name="__main__")
     except SystemExit as end:
-        # As in Python: anything but a number is a message.
-        is_message = not isinstance(end.code, int | None)
-        if is_message:
-            sys.stderr.write(f"{end.code}\n")
-        code = 1 if is_message else int(end.code or 0)
+        code = end.code
     except Exception:
         traceback.print_exc()
         code = 2
     finally:
-        # What stops all processes when one has failed leaves some time for a report.
+        # When one process has failed, its launcher stops the others: time for a report is left.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        if next(steps) <= options.steps:
+        if is_first and next(steps) <= options.steps:
             _report(watched, options)
         signal.signal(signal.SIGTERM, before)
     return code or (2 if watched.ok is None else int(not watched.ok))
@@ -161,18 +158,12 @@ def _end(process: int, number: int, _: object) -> None:
 
 
 def _report(watched: watch, options: Namespace) -> None:
-    if _is_first_process():
-        show_progress("")
-        try:
-            if options.json:
-                options.json.write_text(watched.to_json(), encoding="utf-8")
-        finally:
-            show(str(watched))
-
-
-def _is_first_process() -> bool:
-    # With --across all processes have the same to say.
-    return os.environ.get("RANK", "0") == "0"
+    show_progress("")
+    try:
+        if options.json:
+            options.json.write_text(watched.to_json(), encoding="utf-8")
+    finally:
+        show(str(watched))
 
 
 def _write_json(options: Namespace, figures: object) -> None:

@@ -103,20 +103,20 @@ class watch(Coloured):  # noqa: N801 - as torch.no_grad, it stands behind `with`
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if self._loop.is_open:
-            # A program may end with sys.exit(0) as well.
-            is_whole = error is None or (isinstance(error, SystemExit) and not error.code)
-            self._loop.close(is_whole, "" if is_whole else repr(error))
-        if not self._is_judged:
-            self._judge()
+        # A program may end with sys.exit(0) as well.
+        is_whole = error is None or (isinstance(error, SystemExit) and not error.code)
+        self._loop.close(is_whole, "" if is_whole else repr(error))
+        self._judge()
 
     def _after_step(self) -> None:
-        if not self._loop.is_open:
+        if not self._loop.steps:
             self._judge()
         if self._on_step is not None:
             self._on_step(self)
 
     def _judge(self) -> None:
+        if self._is_judged:
+            return
         found = [*(self._loop.quietly(judge, self.windows) or ()), *self._loop.findings]
         self.causes = tuple(
             cause(name, __name__, **words) for name, words in found if name not in NOTES

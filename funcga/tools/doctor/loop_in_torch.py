@@ -90,17 +90,14 @@ class Loop:
         alive = [each for each in gc.get_objects() if issubclass(type(each), Optimizer)]
         self.quietly(self._find_optimizers, alive)
 
-    @property
-    def is_open(self) -> bool:
-        """Whether it is watched now."""
-        return bool(self._undo)
-
     def close(self, is_whole: bool, reason: str = "") -> None:
         """Ends the watch, and puts all that was replaced back.
 
         is_whole: whether the loop has ended, so that no step can come for micro-batches after the
         last one. reason: what has ended it too early, if something has.
         """
+        if not self._undo:
+            return
         for undo in self._undo:
             undo()
         self._undo = []
@@ -120,7 +117,7 @@ class Loop:
         original = vars(owner)[name]
 
         def replacement(*args: Any, **kwargs: Any) -> Any:
-            if not self.is_open:
+            if not self._undo:
                 return original(*args, **kwargs)
             self.quietly(first, *args, **kwargs)
             result = original(*args, **kwargs)

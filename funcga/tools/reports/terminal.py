@@ -2,15 +2,13 @@
 
 import sys
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, TextIO
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.text import Text
+from typing import Any
 
 STYLES = {
     "bold": r"(?m)^\d+\. .+$",
-    "green": r"(?m)^Every target weighs the same|\b(is exact|are close|exact$|within$|the same\.$|yes <)",
+    "green": (
+        r"(?m)^Every target weighs the same|\b(is exact|are close|exact$|within$|the same\.$|yes <)"
+    ),
     "red": r"(?m)\b(NOT exact|not close|DIFFERENT|BEYOND$|no n fits)|! \w+$",
     "yellow": r"\bcannot be told|Note:",
     "cyan": r"(?<=Fix: ).+",
@@ -39,15 +37,17 @@ def show_progress(text: str) -> None:
         console.print(line, end="\r", style="dim", highlight=False)
 
 
-def _console(file: TextIO) -> "Console | None":
-    if not file.isatty() or find_spec("rich") is None:
+def _console(file: Any) -> Any:
+    """Where rich prints; None for plain text."""
+    # A script may have put a writer of its own there.
+    if not getattr(file, "isatty", bool)() or find_spec("rich") is None:
         return None
     from rich.console import Console
 
     return Console(file=file)
 
 
-def coloured(text: str) -> "Text":
+def coloured(text: str) -> Any:
     """A report as rich shows it. It needs rich."""
     from rich.text import Text
 
@@ -60,5 +60,5 @@ def coloured(text: str) -> "Text":
 class Coloured:
     """A report that `rich.print` shows in colour."""
 
-    def __rich__(self) -> "Text":
+    def __rich__(self) -> Any:
         return coloured(str(self))
