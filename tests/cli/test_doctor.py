@@ -3,7 +3,6 @@
 import io
 import json
 import os
-import runpy
 import signal
 import subprocess
 import sys
@@ -73,12 +72,21 @@ def test_how_a_script_ends_is_kept(end, code, shown, train, capsys):
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_the_message_of_a_script_is_shown(train, monkeypatch):
-    """By Python, as that of any program, behind the report."""
+def started(*arguments):
+    """The command as a process of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "funcga", "doctor", *arguments],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+
+
+def test_the_message_of_a_script_is_shown(train):
+    """By Python, as that of any program."""
     train(start="import sys\nsys.exit('no data here')")
-    monkeypatch.setattr("sys.argv", ["funcga", "doctor", "train.py"])
-    with pytest.raises(SystemExit, match="no data here"), pytest.warns(RuntimeWarning, match=r"funcga\.__main__"):
-        runpy.run_module("funcga", run_name="__main__")
+    run = started("train.py")
+    out, err = run.communicate(timeout=60)
+    assert "the run ended with SystemExit('no data here')" in out
+    assert (err, run.returncode) == ("no data here\n", 1)
 
 
 def test_the_report_comes_after_the_steps_and_the_json_where_it_was_asked_for(train, capsys):
@@ -128,10 +136,7 @@ def test_bars_are_digits_where_the_output_has_no_bars(encoding, bars, train, mon
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_the_run_with_the_report(number, code, train):
     train("import time\nprint('trained', flush=True)\nwhile True: time.sleep(0.1)")
-    run = subprocess.Popen(
-        [sys.executable, "-m", "funcga", "doctor", "--json", "found.json", "train.py", "3", "9"],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    run = started("--json", "found.json", "train.py", "3", "9")
     assert run.stdout.readline() == "trained\n"
     run.send_signal(number)
     out, err = run.communicate(timeout=60)
