@@ -53,7 +53,7 @@ class watch(Coloured):  # noqa: N801 - as torch.no_grad, it stands behind `with`
             step, so all of them must watch, and step equally often.
         steps: How many steps are watched; 0 for all of them.
         on_step: A function of the watch, called after each step that is watched. After the last of
-            `steps` it finds there what was found, while the run goes on.
+            `steps` it has what was found, while the run goes on. An error in it ends the watch.
 
     Raises:
         FuncgaError: If model is no module, or an optimizer is none.
@@ -89,8 +89,8 @@ class watch(Coloured):  # noqa: N801 - as torch.no_grad, it stands behind `with`
         load("torch")  # says how to install it if it is missing
         from funcga.tools.doctor.loop_in_torch import Loop
 
-        given = [each for each in (*optimizers, optimizer) if each is not None]
-        self._loop = Loop(model, given, across, steps, self._after_step)
+        given = filter(None, (*optimizers, optimizer))
+        self._loop = Loop(model, [*given], across, steps, self._after_step)
         self._on_step = on_step
         self.windows: list[Window] = self._loop.windows
         # What is found when the watch ends, by `_judge`.
