@@ -15,11 +15,12 @@ from funcga.tools.reports.commands import blamed, show
 DTYPES = ("float16", "bfloat16", "float32", "float64")  # from coarse to fine
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int | str:
     """The exit code of the command line: 0 within the limits, 1 beyond them, 2 for bad usage or a
     missing package.
 
-    130, as shells have it, if it is interrupted.
+    130, as shells have it, if it is interrupted; that of a script or its last message, as
+    `sys.exit` takes it, if one that was watched ended with it.
 
     argv: the arguments after the program's name; default: those of this process. What is found is
     written to standard output, and a refusal, one line, to standard error; with --debug its
@@ -35,8 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             show()
             return 0
         # Imported only now, so that --help is quick.
-        commands = vars(import_module("funcga.tools.commands"))
-        return int(commands[f"run_{options.command}"](options))
+        run = getattr(import_module("funcga.tools.commands"), f"run_{options.command}")
+        code: int | str = run(options)
+        return code
     except KeyboardInterrupt:
         return 130
     # The code of a user may exit as well, and an exit code of its own would be taken for a verdict.
@@ -167,16 +169,23 @@ def _add_doctor(commands: Any) -> None:
         description=(
             "Runs a script of torch as it is, and watches its backward passes and steps. Exit "
             "code: 0 if every target weighs the same in every step, 1 if not, 2 if that cannot be "
-            "told, or for bad usage. Options stand before the script."
+            "told, if the script raises an error, or for bad usage; or that of the script, if it "
+            "is not 0. Ctrl-C and SIGTERM end it with the report. Options stand before the script."
         ),
     )
     doctor.add_argument(
         "--across", action="store_true", help="gather what all processes weigh, at each step"
     )
     doctor.add_argument(
-        "--steps", type=int, default=1000, help="how many are watched (default: 1000)"
+        "--steps",
+        type=count,
+        default="1000",
+        help="how many are watched; then comes the report, and the run goes on (default: 1000)",
     )
-    doctor.add_argument("script", metavar="FILE.py")
+    doctor.add_argument(
+        "-m", dest="module", action="store_true", help="the script is a module, as python -m has it"
+    )
+    doctor.add_argument("script", metavar="FILE.py | -m MODULE")
     doctor.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
 
 
@@ -208,10 +217,15 @@ def _add_args(command: argparse.ArgumentParser) -> None:
 
 def counts(text: str) -> list[int]:
     """The numbers of a list such as 1,2,7. Raises ValueError if it is no such list."""
-    numbers = sorted({int(part) for part in text.split(",")})
-    if numbers[0] < 1:
+    return sorted({count(part) for part in text.split(",")})
+
+
+def count(text: str) -> int:
+    """A number of 1 or more. Raises ValueError for any other text."""
+    number = int(text)
+    if number < 1:
         raise ValueError
-    return numbers
+    return number
 
 
 def dtypes(text: str) -> list[str]:
@@ -223,7 +237,7 @@ def _file(text: str) -> Path:
     path = Path(text)
     if path.is_dir() or not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r} is not a file in a folder that exists")
-    return path
+    return path.resolve()  # before a script goes to another folder
 
 
 if __name__ == "__main__":

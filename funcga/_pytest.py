@@ -12,4 +12,6 @@ def watch_exact() -> Iterator[object]:
 
     with funcga.watch() as watched:
         yield watched
-    watched.assert_exact()
+    # Without the lines of this file, which say nothing of the loop.
+    if not watched.ok:
+        pytest.fail(str(watched), pytrace=False)

@@ -11,7 +11,6 @@ import pytest
 
 import funcga
 from funcga.__main__ import main
-from tests.programs import TRAIN
 
 ROOT = Path(__file__).parent.parent.parent
 pytestmark = pytest.mark.skipif(
@@ -126,7 +125,8 @@ REFUSED = {
     "verify mine.py --args nothing": "has no tuple `nothing`. A gradient function is called with the arguments that its file has: args = (params, batch).",
     "verify mine.py --args number": "has no tuple `number`. A gradient function is called with the arguments that its file has: args = (params, batch).",
     "verify mine.py --fold sum": "unrecognized arguments: --fold sum",
-    "doctor --steps x": "--steps: invalid int value: 'x'",
+    "doctor --steps x": "--steps: invalid count value: 'x'",
+    "doctor --steps 0 train.py": "--steps: invalid count value: '0'",
 }  # fmt: skip
 
 
@@ -254,19 +254,3 @@ def test_plan(tmp_path, capsys):
     assert main(["plan", f"{file}:step", "--memory", "much"]) == 2
     assert "no number of bytes" in capsys.readouterr().err
     assert main(["plan", f"{file}:args"]) == 2
-
-
-def test_the_doctor(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("sys.path", [*sys.path])
-    monkeypatch.setattr("sys.argv", [])
-    monkeypatch.chdir(tmp_path)
-    Path("train.py").write_text(TRAIN)
-    assert main(["doctor", "--json", "found.json", "train.py", "3", "3"]) == 0
-    assert json.loads(Path("found.json").read_text())["ok"] is True
-    assert main(["doctor", "train.py", "3", "9"]) == 1
-    assert "1. uneven tokens" in capsys.readouterr().out
-    assert main(["doctor", "train.py", "three"]) == 2
-    captured = capsys.readouterr()
-    assert "ValueError: invalid literal" in captured.err
-    assert "Steps: 0." in captured.out
-    assert main(["doctor", "none.py"]) == 2

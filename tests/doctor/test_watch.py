@@ -164,6 +164,52 @@ def test_only_the_first_steps_are_watched():
     assert "only the first steps" in str(watched)
 
 
+def test_what_was_found_is_there_after_the_last_step_that_is_watched():
+    model, optimizer = made()
+    seen = []
+    with funcga.watch(model, steps=3, on_step=lambda each: seen.append((each.ok, str(each)))) as watched:
+        train(model, optimizer, steps=4)
+    assert [ok for ok, _ in seen] == [None, None, True]
+    assert seen[-1][1] == str(watched)
+    with funcga.watch(model, steps=3, on_step=lambda _: 1 // 0) as watched:
+        train(model, optimizer, steps=3)
+    assert watched.ok is None
+    assert "watching ended early, with ZeroDivisionError" in str(watched)
+
+
+def test_micro_batches_of_another_optimizer_may_yet_be_stepped_when_the_watch_ends():
+    """That of a second loss, which steps by turns with the first: it is not "never stepped"."""
+    models = [torch.nn.Linear(4, 1) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in models]
+    with funcga.watch(torch.nn.ModuleList(models), steps=3) as watched:
+        for _ in range(4):
+            for model in models:
+                model(torch.randn(8, 4)).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert watched.ok
+    assert len(watched.windows) == 3
+
+
+def test_several_optimizers():
+    models = [torch.nn.Linear(4, 1) for _ in range(3)]
+    a, b, other = (torch.optim.SGD(model.parameters(), 0.1) for model in models)
+
+    def watched(*given, **named):
+        with funcga.watch(*given, **named) as watched:
+            for model, optimizer in zip(models, (a, b, other), strict=True):
+                model(torch.randn(8, 4)).mean().backward()
+                optimizer.step()
+        return len(watched.windows)
+
+    assert watched(None, a, b) == watched(None, a, optimizer=b) == watched(models[0], b) == 2
+    assert watched(optimizer=a) == watched(None, a) == watched(models[0], None) == 1
+    assert watched() == watched(models[0], other, b) == 3
+    with pytest.raises(funcga.FuncgaError, match="was given list in place of a torch Optimizer"):
+        funcga.watch(models[0], [a, b])
+
+
 def test_other_threads_go_on():
     """A loop in another thread is seen as one of this: what is replaced belongs to the process."""
     model, optimizer = made()

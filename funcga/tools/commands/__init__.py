@@ -6,10 +6,13 @@ It stands on the tools of these names; nothing stands on it.
 
 import os
 import runpy
+import signal
 import sys
 import traceback
 from argparse import Namespace
 from dataclasses import asdict
+from functools import partial
+from itertools import count
 from pathlib import Path
 
 from funcga._types import Tree
@@ -22,6 +25,7 @@ from funcga.tools.parity.sides import Side
 from funcga.tools.plan import plan
 from funcga.tools.reports.commands import Loaded, load_object, versions
 from funcga.tools.reports.tables import json_text
+from funcga.tools.reports.terminal import show, show_progress
 from funcga.tools.verify import job_of, verify
 
 
@@ -38,12 +42,12 @@ def run_parity(options: Namespace) -> int:
         from funcga.tools.parity.page import page
     how = options.dtype, options.n, options.updates, options.device
     installed = ", ".join(f"{name} {version}" for name, version in versions().items())
-    print(f"funcga parity: {installed}")
+    show(f"funcga parity: {installed}")
     names = PROBLEMS if options.problem == "all" else [options.problem]
     every = [Run(chosen(name, options.seed), *how) for name in names]
     for run in every:
-        print(f"\n{report.as_text(run)}")
-    print(f"\n{report.conclusion(every)}")
+        show(f"\n{report.as_text(run)}")
+    show(f"\n{report.conclusion(every)}")
     _write_json(options, report.as_json(every))
     if options.html:
         options.html.write_text(page(every), encoding="utf-8")
@@ -69,7 +73,7 @@ def run_verify(options: Namespace) -> int:
         chosen: dict[str, Tree] = {name: variables[name] for name in names if name in variables}
         verdicts = {loaded.name: verify(loaded.value, *args, n=options.n, **chosen)}
     for name, verdict in verdicts.items():
-        print(f"{name}: {verdict}")
+        show(f"{name}: {verdict}")
     _write_json(options, {name: verdict.as_dict() for name, verdict in verdicts.items()})
     return 0 if all(verdict.ok for verdict in verdicts.values()) else 1
 
@@ -94,33 +98,72 @@ def run_plan(options: Namespace) -> int:
     """
     loaded = load_object(options.step, "step = funcga.accumulate(grad_fn, 1)")
     found = plan(loaded.value, *_arguments(loaded, options.args), memory=options.memory)
-    print(found)
+    show(str(found))
     _write_json(options, asdict(found))
     return 0 if found.fits else 1
 
 
-def run_doctor(options: Namespace) -> int:
-    """Runs a script as Python does, and prints what was seen of its training loop.
+def run_doctor(options: Namespace) -> int | str:
+    """Runs a script as Python does, and prints what was seen of its training loop: as soon as all
+    steps that are watched were seen, or when the script ends or is ended.
 
     Returns:
-        The exit code: 0 if the loop is exact, 1 if not, 2 if that cannot be told.
+        The exit code of the script, or its last message, if it is not 0; else 0 if the loop is
+        exact, 1 if not, 2 if that cannot be told or the script has raised an error.
     """
     sys.argv = [options.script, *options.arguments]
-    sys.path.insert(0, str(Path(options.script).parent.resolve()))
-    across = "world" if options.across else None
-    with watch(across=across, steps=options.steps) as watched:
-        try:
-            runpy.run_path(options.script, run_name="__main__")
-        except SystemExit:
-            pass
-        except Exception:
-            traceback.print_exc()
+    folder = Path() if options.module else Path(options.script).parent
+    sys.path.insert(0, str(folder.resolve()))
     # With --across all processes have the same to say.
-    if os.environ.get("RANK", "0") == "0":
-        print(watched)
+    is_first = os.environ.get("RANK", "0") == "0"
+    steps, code = count(1), None
+
+    def on_step(watched: watch) -> None:
+        step = next(steps)
+        if step == options.steps:
+            _report(watched, options)
+        else:
+            show_progress(f"funcga: {step}/{options.steps} steps")
+
+    across = "world" if options.across else None
+    watched = watch(across=across, steps=options.steps, on_step=on_step if is_first else None)
+    before = signal.signal(signal.SIGTERM, partial(_end, os.getpid()))
+    try:
+        with watched:
+            if options.module:
+                runpy.run_module(options.script, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(options.script, run_name="__main__")
+    except SystemExit as end:
+        code = end.code
+    except Exception:
+        traceback.print_exc()
+        code = 2
+    finally:
+        # When one process has failed, its launcher stops the others: time for a report is left.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if is_first and next(steps) <= options.steps:
+            _report(watched, options)
+        signal.signal(signal.SIGTERM, before)
+    return code or (2 if watched.ok is None else int(not watched.ok))
+
+
+def _end(process: int, number: int, _: object) -> None:
+    """Ends a script that got a signal, with the exit code that shells give it."""
+    # Processes that it has forked end as they would anyway.
+    if os.getpid() != process:
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+    sys.exit(128 + number)
+
+
+def _report(watched: watch, options: Namespace) -> None:
+    show_progress("")
+    try:
         if options.json:
             options.json.write_text(watched.to_json(), encoding="utf-8")
-    return 2 if watched.ok is None else int(not watched.ok)
+    finally:
+        show(str(watched))
 
 
 def _write_json(options: Namespace, figures: object) -> None:

@@ -9,7 +9,7 @@
 The package can be removed. It uses `Cause` of `verify` and the tables of reports.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from itertools import groupby
 from os import PathLike
@@ -19,13 +19,14 @@ from funcga._backend.dispatch import load
 from funcga.tools.doctor.causes import NOTES, judge, off
 from funcga.tools.doctor.windows import Window
 from funcga.tools.reports.tables import bars, json_text, new_figure, text_table
+from funcga.tools.reports.terminal import Coloured
 from funcga.tools.verify import cause_lines, wrapped
 from funcga.tools.verify.causes import Cause, cause, note
 
 ROWS = 8  # of a table
 
 
-class watch:  # noqa: N801 - as torch.no_grad, it stands behind `with`
+class watch(Coloured):  # noqa: N801 - as torch.no_grad, it stands behind `with`
     """Watches a training loop of torch as it is, and says how its windows weigh their targets.
 
     While the `with` block is open, calls of `backward`, of torch's functions that clip, of
@@ -46,13 +47,16 @@ class watch:  # noqa: N801 - as torch.no_grad, it stands behind `with`
     Args:
         model: The module that is trained, such as a ModuleList of several; default: what
             optimizers have.
-        optimizer: The one that steps it; default: all that have parameters of it.
+        *optimizers: Those that step it; default: all that have parameters of it.
+        optimizer: The same for one of them, by name.
         across: A process group, or "world" for all processes: they gather some numbers at each
             step, so all of them must watch, and step equally often.
         steps: How many steps are watched; 0 for all of them.
+        on_step: A function of the watch, called after each step that is watched. After the last of
+            `steps` it has what was found, while the run goes on. An error in it ends the watch.
 
     Raises:
-        FuncgaError: If model is no module, or optimizer no optimizer.
+        FuncgaError: If model is no module, or an optimizer is none.
 
     Example:
         >>> model = nn.Linear(3, 1)
@@ -74,14 +78,23 @@ class watch:  # noqa: N801 - as torch.no_grad, it stands behind `with`
     """
 
     def __init__(
-        self, model: Any = None, optimizer: Any = None, *, across: Any = None, steps: int = 1000
+        self,
+        model: Any = None,
+        *optimizers: Any,
+        optimizer: Any = None,
+        across: Any = None,
+        steps: int = 1000,
+        on_step: Callable[["watch"], object] | None = None,
     ) -> None:
         load("torch")  # says how to install it if it is missing
         from funcga.tools.doctor.loop_in_torch import Loop
 
-        self._loop = Loop(model, optimizer, across, steps)
+        given = filter(None, (*optimizers, optimizer))
+        self._loop = Loop(model, [*given], across, steps, self._after_step)
+        self._on_step = on_step
         self.windows: list[Window] = self._loop.windows
-        # What is found when the watch ends.
+        # What is found when the watch ends, by `_judge`.
+        self._is_judged = False
         self.causes: tuple[Cause, ...] = ()
         self.notes: tuple[str, ...] = ()
 
@@ -89,21 +102,38 @@ class watch:  # noqa: N801 - as torch.no_grad, it stands behind `with`
         self._loop.open()
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self._loop.close(is_whole=error[0] is None)
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        # A program may end with sys.exit(0) as well.
+        is_whole = error is None or (isinstance(error, SystemExit) and not error.code)
+        self._loop.close(is_whole, "" if is_whole else repr(error))
+        self._judge()
+
+    def _after_step(self) -> None:
+        if not self._loop.steps:
+            self._judge()
+        if self._on_step is not None:
+            self._on_step(self)
+
+    def _judge(self) -> None:
+        if self._is_judged:
+            return
         found = [*(self._loop.quietly(judge, self.windows) or ()), *self._loop.findings]
         self.causes = tuple(
             cause(name, __name__, **words) for name, words in found if name not in NOTES
         )
         self.notes = tuple(note(name, __name__, **words) for name, words in found if name in NOTES)
+        self._is_judged = True
 
     @property
     def ok(self) -> bool | None:
-        """True if every window was exact, False if one was not, and None if that cannot be told."""
+        """True if every window was exact, False if one was not, and None if that cannot be told,
+        or not yet.
+        """
         if self.causes:
             return False
         known = [window.ok for window in self.windows if window.is_step]
-        return True if known and all(known) and not self._loop.is_blind else None
+        is_told = self._is_judged and not self._loop.is_blind
+        return True if is_told and known and all(known) else None
 
     def assert_exact(self) -> None:
         """Raises an error unless every window was exact.

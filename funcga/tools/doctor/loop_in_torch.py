@@ -36,16 +36,24 @@ class Loop:
     Nothing of it may stop the run: an error of its own ends the watch, and is told once.
     """
 
-    def __init__(self, model: Any, optimizer: Any, across: Any, steps: int) -> None:
-        for given, kind in ((model, torch.nn.Module), (optimizer, Optimizer)):
-            if not isinstance(given, kind | None):
+    def __init__(
+        self,
+        model: Any,
+        optimizers: Sequence[Any],
+        across: Any,
+        steps: int,
+        on_step: Callable[[], object],
+    ) -> None:
+        self.model: Any = model or torch.nn.Module()
+        of_optimizers = ((optimizer, Optimizer) for optimizer in optimizers)
+        for given, kind in ((self.model, torch.nn.Module), *of_optimizers):
+            if not isinstance(given, kind):
                 raise FuncgaError(
                     f"watch was given {type(given).__name__} in place of a torch {kind.__name__}. "
                     "Write funcga.watch(model, optimizer), or funcga.watch() for all there are."
                 )
-        self.model: torch.nn.Module = model or torch.nn.Module()
-        self.optimizer = optimizer
-        self.across, self.steps = across, steps
+        self.optimizers = optimizers
+        self.across, self.steps, self.on_step = across, steps, on_step
         self.windows: list[Window] = []
         self.findings: list[Finding] = []  # that are no matter of one window
         self.is_blind = False
@@ -82,8 +90,14 @@ class Loop:
         alive = [each for each in gc.get_objects() if issubclass(type(each), Optimizer)]
         self.quietly(self._find_optimizers, alive)
 
-    def close(self, is_whole: bool = True) -> None:
-        """Ends the watch, and puts all that was replaced back."""
+    def close(self, is_whole: bool, reason: str = "") -> None:
+        """Ends the watch, and puts all that was replaced back.
+
+        is_whole: whether the loop has ended, so that no step can come for micro-batches after the
+        last one. reason: what has ended it too early, if something has.
+        """
+        if not self._undo:
+            return
         for undo in self._undo:
             undo()
         self._undo = []
@@ -95,7 +109,8 @@ class Loop:
         if names and self.windows:
             self.findings.append(Finding("in no optimizer", {"names": listed(names)}))
         if not any(window.is_step for window in self.windows):
-            self.findings.append(Finding("nothing"))
+            name = "ended before a step" if reason else "nothing"
+            self.findings.append(Finding(name, {"reason": reason}))
 
     def _replace(self, owner: Any, name: str, first: Watcher, then: Watcher) -> None:
         """Has a function called between two others, which get its arguments, while this is open."""
@@ -183,13 +198,14 @@ class Loop:
             self.steps -= 1
             if not self.steps:
                 self.findings.append(Finding("too long"))
-                self.close()
+                self.close(is_whole=False)
+            self.quietly(self.on_step)
 
     # --- windows
 
     def _find_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
         ours = {id(param) for param in self.model.parameters()}
-        ours.update(() if self.optimizer is None else _key(self.optimizer))
+        ours.update(key for optimizer in self.optimizers for key in _key(optimizer))
         for optimizer in optimizers:
             key = _key(optimizer)
             if key not in self._ledgers and not (ours and ours.isdisjoint(key)):

@@ -24,6 +24,7 @@ from funcga._types import GradFn, Tree
 from funcga.errors import FuncgaError
 from funcga.folds import mean
 from funcga.tools.reports.tables import text_table
+from funcga.tools.reports.terminal import Coloured
 
 
 def side(backend: Backend) -> Any:
@@ -54,7 +55,7 @@ class PlanRow:
 
 
 @dataclass(frozen=True)
-class Plan(PlanRow):
+class Plan(Coloured, PlanRow):
     """How many micro-batches fit, and what they take; `print(plan)` shows the table.
 
     Attributes:

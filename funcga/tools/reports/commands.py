@@ -86,6 +86,7 @@ PACKAGES = (
     "accelerate",
     "lightning",
     "peft",
+    "rich",
 )
 
 
