@@ -9,6 +9,7 @@
 The package can be removed. It uses `Cause` of `verify` and the tables of reports.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from itertools import groupby
@@ -41,8 +42,9 @@ class watch(Coloured):  # noqa: N801 - as torch.no_grad, it stands behind `with`
     over", "clipped inside the window", "scaled inside the window", "clipped before unscaling",
     "never unscaled", "never stepped", "in no optimizer", and with `across` "ranks weigh the same".
 
-    `ok` is None where it cannot tell, and a note says why: compiled or fused losses, functions of
-    your own in the graph, sums of losses with different counts, weights of your own.
+    `ok` is None where it cannot tell, and a note says why: compiled or fused losses, losses that
+    compare rows, functions of your own in the graph, hooks that may change gradients, sums of
+    losses with different counts, weights of your own.
 
     Args:
         model: The module that is trained, such as a ModuleList of several; default: what
@@ -203,6 +205,6 @@ def _row(window: Window) -> list[str]:
         str(len(window.parts)),
         bars(window.of_targets),
         bars(window.shares),
-        f"{window.factor:.4g}",
+        "" if math.isnan(window.factor) else f"{window.factor:.4g}",
         verdict,
     ]

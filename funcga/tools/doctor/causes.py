@@ -18,9 +18,9 @@ NOTES = texts("funcga.tools.doctor")["notes"]
 """The findings that are no errors, by name."""
 
 
-def judge(windows: Sequence[Window]) -> list[Finding]:
-    """Adds to each window its shares, its factor, and what is found. Returns one finding of each
-    name, as it was in the window that is furthest off.
+def judge(windows: list[Window]) -> list[Finding]:
+    """Adds to each window its shares, its factor, and what is found; one of strays alone is none.
+    Returns one finding of each name, as it was in the window that is furthest off.
     """
     most = max(
         (sum(a != 0 for _, a in window.parts) // window.ranks for window in windows), default=0
@@ -28,10 +28,14 @@ def judge(windows: Sequence[Window]) -> list[Finding]:
     stepping = {each.place for window in windows for each, _ in window.parts if each.steps}
     for window in windows:
         _drop_strays(window, stepping)
+    windows[:] = [window for window in windows if window.parts or window.is_step]
+    _drop_skipped(windows)
+    for window in windows:
         window.findings += _of_events(window)
         if window.is_step and not window.unknown:
             window.findings += [*_of_losses(window, most)]
         if window.unknown and window.is_step:
+            window.shares, window.of_targets, window.factor = (), (), math.nan
             window.findings.append(
                 Finding("unknown", {"window": window.number, "why": window.unknown})
             )
@@ -55,6 +59,26 @@ def _drop_strays(window: Window, stepping: set[int]) -> None:
     ]
 
 
+def _drop_skipped(windows: Sequence[Window]) -> None:
+    """Drops the micro-batches of updates that were skipped on purpose: as many as other windows
+    have were erased together.
+    """
+    whole = {
+        (window.optimizer, len(window.parts))
+        for window in windows
+        if window.is_step and all(a for _, a in window.parts)
+    }
+    for window in windows:
+        live = [(each, a) for each, a in window.parts if a]
+        lost = len(window.parts) - len(live)
+        for optimizer, count in whole:
+            is_one = optimizer == window.optimizer and len(live) in (count, 0)
+            if lost and is_one and lost % count == 0 and (count > 1 or len(whole) == 1):
+                window.parts = live or window.parts
+                window.findings.append(Finding("skipped"))
+                break
+
+
 def off(window: Window) -> float:
     """How far its gradient is from that of the mean."""
     pairs = zip(window.shares, window.of_targets, strict=True)
@@ -62,6 +86,8 @@ def off(window: Window) -> float:
 
 
 def _of_events(window: Window) -> Iterator[Finding]:
+    if any(each.name == "skipped" for each in window.findings) and not window.is_step:
+        return
     count = len(window.parts)
     lost = sum(coefficient == 0 for _, coefficient in window.parts)
     reduced = sum(each.is_reduced for each, _ in window.parts) // window.ranks
@@ -105,7 +131,6 @@ def _of_losses(window: Window, most: int) -> Iterator[Finding]:
             window.unknown = "losses are multiplied or divided by numbers of their own"
     if window.is_part:
         window.unknown = "other processes are not seen; across=group gathers what they weigh"
-        window.factor = math.nan
 
 
 def _unreadable(window: Window) -> str:
@@ -211,13 +236,15 @@ def _name_of_uneven(weighing: Weighing, window: Window, is_weighed: bool) -> str
 
 def _names_of_factor(weighing: Weighing, window: Window, n: float, most: int) -> Iterator[str]:
     factor, term = weighing.factor, weighing.terms[0]
+    own, counts = abs(math.prod(term.factors)), {count for pair in term.counts for count in pair}
+    is_sum = own > 1 and any(_close(own, count) for count in counts)  # a mean, times its rows
     if _close(factor, window.by_hand):
         yield "scaled by hand"
-    elif weighing.is_of_means:
+    elif weighing.is_of_means and not is_sum:
         yield _name_of_division(n, factor, term.outer, most)
     elif weighing.is_even:
         # A sum may be divided by nothing, or by rows of several features.
-        is_own = factor > 2.5 or _close(factor, abs(math.prod(term.factors)))
+        is_own = factor > 2.5 or _close(factor, own)
         of_tokens = "another count" if term.name.startswith("NllLoss") else ""
         name = "constant factor" if is_own else of_tokens
         yield "divided twice" if n > 1 and _close(factor, 1 / n) else name

@@ -101,6 +101,7 @@ class Ledger:
             elif not isinstance(look.event, MicroBatch):
                 _apply(window, factor, is_empty=now == 0)
                 is_old = is_old and now > 0
+                clips = clips if now else []  # an update that is skipped
             elif look.is_new:
                 if clips:
                     window.findings.append(

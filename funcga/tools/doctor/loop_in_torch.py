@@ -22,7 +22,7 @@ from torch.optim.optimizer import (
 )
 
 from funcga.errors import FuncgaError, listed
-from funcga.tools.doctor.graph_in_torch import read
+from funcga.tools.doctor.graph_in_torch import hooks, read
 from funcga.tools.doctor.ledger_in_torch import Ledger
 from funcga.tools.doctor.windows import Finding, MicroBatch, Term, Window
 from torch_backend import _private
@@ -246,6 +246,9 @@ class Loop:
         own = getattr(optimizer, "grad_scale", None)
         ledger.settle(window, scale if own is None else 0.0)
         window.scale(1.0 if own is None else 1 / float(own))
+        hook = hooks([param for group in optimizer.param_groups for param in group["params"]])
+        if hook:
+            window.unknown = f"the hook {hook} may change gradients"
         window.is_part = dist.is_initialized() and dist.get_world_size() > 1
         for each, coefficient in window.parts:
             each.terms = [term.plain() for term in each.terms]
