@@ -185,6 +185,18 @@ def test_what_is_erased_inside_of_a_window_is_no_skipped_update():
         assert "erased" in [each.name for each in skipping(4, True, skipped).causes]
 
 
+def test_what_is_erased_before_a_short_window_is_no_skipped_update():
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    with funcga.watch(model) as found:
+        for i, x in enumerate(rows((8,) * 9), 1):
+            optimizer.zero_grad()
+            (model(x).square().mean() / 4).backward()
+            if i % 4 == 0 or i == 9:
+                optimizer.step()
+    assert "erased" in [each.name for each in found.causes]
+
+
 def test_windows_that_got_nothing_have_no_row():
     """The generator's loss leaves gradients in the discriminator, which are erased."""
     torch.manual_seed(0)

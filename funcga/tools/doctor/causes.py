@@ -60,23 +60,28 @@ def _drop_strays(window: Window, stepping: set[int]) -> None:
 
 
 def _drop_skipped(windows: Sequence[Window]) -> None:
-    """Drops the micro-batches of updates that were skipped on purpose: as many as other windows
+    """Drops the micro-batches of updates that were skipped on purpose: as many as most windows
     have were erased together.
     """
-    whole = {
+    whole = Counter(
         (window.optimizer, len(window.parts))
         for window in windows
         if window.is_step and all(a for _, a in window.parts)
-    }
-    for window in windows:
-        live = [(each, a) for each, a in window.parts if a]
-        lost = len(window.parts) - len(live)
-        for optimizer, count in whole:
-            is_one = optimizer == window.optimizer and len(live) in (count, 0)
-            if lost and is_one and lost % count == 0 and (count > 1 or len(whole) == 1):
-                window.parts = live or window.parts
-                window.findings.append(Finding("skipped"))
-                break
+    )
+    of_all = Counter(window.optimizer for window in windows)
+    for (optimizer, count), number in whole.items():
+        if 2 * number > of_all[optimizer]:
+            for window in windows:
+                if window.optimizer == optimizer:
+                    _drop_erased(window, count)
+
+
+def _drop_erased(window: Window, count: int) -> None:
+    live = [(each, a) for each, a in window.parts if a]
+    lost = len(window.parts) - len(live)
+    if lost and len(live) in (count, 0) and lost % count == 0:
+        window.parts = live or window.parts
+        window.findings.append(Finding("skipped"))
 
 
 def off(window: Window) -> float:
