@@ -64,8 +64,10 @@ class ClipNormState(NamedTuple):
     norm: torch.Tensor
 
 
-# For torch.load with weights_only=True.
-torch.serialization.add_safe_globals([ClipNormState, OptimizerState])
+# For torch.load with weights_only=True; the last one as states have it that were saved before.
+torch.serialization.add_safe_globals(
+    [ClipNormState, OptimizerState, (ClipNormState, f"{__package__}.chain_in_torch.ClipNormState")]
+)
 
 
 def from_optimizer(
@@ -560,7 +562,9 @@ def copies(values: Sequence[Any]) -> list[Any]:
     copied, by_device = [], defaultdict[torch.device, list[Any]](list)
     for value in values:
         is_plain = type(value) is torch.Tensor
-        copied.append(torch.empty_like(value) if is_plain else deepcopy(value))
+        # A DTensor of FSDP may lie inside of other memory, which torch cannot copy deeply.
+        copy = torch.clone if is_dtensor(value) else deepcopy
+        copied.append(torch.empty_like(value) if is_plain else copy(value))
         if is_plain:
             by_device[value.device].append((copied[-1], value))
     for pairs in by_device.values():

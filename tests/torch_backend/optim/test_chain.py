@@ -4,7 +4,9 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn, optim
+from torch.distributed.fsdp import fully_shard
 from torch.nn import utils
 
 import funcga
@@ -180,6 +182,36 @@ def test_the_norm_keeps_its_dtype_and_its_state_can_be_restored(dtype, tmp_path)
     assert torch.equal(restored.norm, state.norm)
     torch.save(state, tmp_path / "state.pt")
     assert torch.equal(torch.load(tmp_path / "state.pt", weights_only=True).norm, state.norm)
+
+
+@pytest.mark.parametrize("weights_only", [True, False])
+def test_a_state_that_was_saved_under_its_earlier_name_is_loaded(weights_only, tmp_path, monkeypatch):
+    state = clip_grad_norm(1.0).init([torch.ones(2)])
+    with monkeypatch.context() as patch:
+        patch.setattr(type(state), "__module__", "funcga.tools.optimizers.chain_in_torch")
+        torch.save(state, tmp_path / "state.pt")
+    assert b"chain_in_torch" in (tmp_path / "state.pt").read_bytes()
+    assert torch.load(tmp_path / "state.pt", weights_only=weights_only).norm.isnan()
+
+
+def test_gradients_of_fully_shard_are_clipped():
+    """Those of a layer lie in one piece of memory, each behind the one before it."""
+    model = nn.Linear(5, 8)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        fully_shard(model)
+        gradient = torch_backend.module_value_and_grad(model, lambda m, x: m(x).square().mean())
+        _, grads = gradient(torch.randn(4, 5))
+        params = torch_backend.trainable(model)
+        tx = chain(clip_grad_norm(0.1), from_optimizer(optim.SGD, lr=1.0, momentum=0.5, nesterov=True))
+        updates, (clipped, _) = tx.update(grads, tx.init(params), params)
+        plain = [each.full_tensor() for each in grads.values()]
+        norm = sum(each.square().sum() for each in plain).sqrt()
+        assert torch.allclose(clipped.norm, norm)
+        for update, grad in zip(updates.values(), plain, strict=True):
+            assert torch.allclose(update.full_tensor(), -1.5 * grad * 0.1 / norm, rtol=1e-4)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_the_last_norm_stays_where_there_is_no_update():
