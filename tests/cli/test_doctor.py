@@ -77,6 +77,7 @@ def started(*arguments):
     return subprocess.Popen(
         [sys.executable, "-m", "funcga", "doctor", *arguments],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # which background jobs of a shell ignore
     )  # fmt: skip
 
 

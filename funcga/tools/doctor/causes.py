@@ -34,16 +34,20 @@ def judge(windows: list[Window]) -> list[Finding]:
         window.findings += _of_events(window)
         if window.is_step and not window.unknown:
             window.findings += [*_of_losses(window, most)]
-        if window.unknown and window.is_step:
-            window.shares, window.of_targets, window.factor = (), (), math.nan
-            window.findings.append(
-                Finding("unknown", {"window": window.number, "why": window.unknown})
-            )
-        names = [name for name, _ in window.findings if name not in NOTES]
-        window.causes = tuple(dict.fromkeys(names))
+        _conclude(window)
     ordered = sorted(windows, key=off)
     worst = {each.name: each for window in ordered for each in window.findings}
     return [*worst.values()][::-1]
+
+
+def _conclude(window: Window) -> None:
+    """Names the causes in a window. One that cannot be judged has no shares and no factor."""
+    if window.unknown and window.is_step:
+        window.shares, window.of_targets, window.factor = (), (), math.nan
+        words = {"window": window.number, "why": window.unknown}
+        window.findings.append(Finding("unknown", words))
+    names = [name for name, _ in window.findings if name not in NOTES]
+    window.causes = tuple(dict.fromkeys(names))
 
 
 def _drop_strays(window: Window, stepping: set[int]) -> None:

@@ -175,24 +175,31 @@ def _comparing(nodes: Sequence[Any]) -> str:
 def _compares_rows(node: Any) -> bool:
     """Whether a node takes a statistic over the first axis, or multiplies rows by rows."""
     name, below = _name(node), _inputs(node)
-    if _STATISTICS.fullmatch(name) and below:
-        shape = _shape(below[0])
-        given = _saved(node, "dim")
-        dims = [given] if isinstance(given, int) else given or range(len(shape))
-        is_over_rows = shape and shape[0] > 1 and 0 in [_signed(d) % len(shape) for d in dims]
-        is_stack = _name(below[0][0]) == "Stack"  # of several outputs for each row
-        return bool(is_over_rows) and not is_stack and not _is_of_parameters(below[0])
     shape = _shape((node, 0))
+    if _STATISTICS.fullmatch(name) and below:
+        return _is_over_rows(node, _shape(below[0])) and not _is_of_parameters(below[0])
     if name in ("Mm", "Addmm", "Cdist") or (name == "Bmm" and shape[0] == 1):
         pair = node.next_functions[-2:]
         return all(each is not None and not _is_of_parameters((each, i)) for each, i in pair)
     if name == "Expand" or (name in ("Mul", "Add", "Sub", "Div") and len(below) > 1):
-        # Rows along the first axis, and along the second.
-        lengths = [[1] * (len(shape) - len(s)) + s for s in map(_shape, below)]
-        is_outer = all(each != shape for each in lengths) and any(s[0] < shape[0] for s in lengths)
-        is_square = len(shape) > 1 and shape[0] == shape[1] == lengths[0][1]
-        return is_outer and (len(below) > 1 or is_square) and not any(map(_is_of_parameters, below))
+        return _is_outer(below, shape) and not any(map(_is_of_parameters, below))
     return False
+
+
+def _is_over_rows(node: Any, shape: Sequence[int]) -> bool:
+    """Whether a statistic is one over the first axis, which is none of several outputs."""
+    given = _saved(node, "dim")
+    dims = [given] if isinstance(given, int) else given or range(len(shape))
+    is_over = bool(shape) and shape[0] > 1 and 0 in [_signed(d) % len(shape) for d in dims]
+    return is_over and _name(_inputs(node)[0][0]) != "Stack"
+
+
+def _is_outer(below: Sequence[Edge], shape: list[int]) -> bool:
+    """Whether rows along the first axis meet rows along another one."""
+    lengths = [[1] * (len(shape) - len(s)) + s for s in map(_shape, below)]
+    is_outer = all(each != shape for each in lengths) and any(s[0] < shape[0] for s in lengths)
+    is_square = len(shape) > 1 and shape[0] == shape[1] == lengths[0][1]
+    return is_outer and (len(below) > 1 or is_square)
 
 
 def _is_of_parameters(edge: Edge) -> bool:
