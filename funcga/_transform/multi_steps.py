@@ -497,7 +497,7 @@ class MultiStepsUpdate(UpdateFunction):
             extra = {**extra, "weight": merged.total}
         run, like, inner, observed = step.run, value, state.inner, state.observed
         if folding.before:
-            run, like, inner = folding.updating(run), value[1], (inner, observed)
+            run, like, inner = partial(folding.updating, run), value[1], (inner, observed)
         try:
             given = value, extra
             result, inner, updated = step.when(keep, run, inner, params, given, like)
