@@ -24,19 +24,6 @@ from funcga.errors import FuncgaError
 from funcga.folds import Fold, concat
 from funcga.reducers import Reducer
 
-__all__ = [
-    "GradientNoise",
-    "GradientNorms",
-    "NoiseAverage",
-    "Observed",
-    "Observer",
-    "averaged",
-    "dropped",
-    "gradient_noise",
-    "gradient_norms",
-]
-
-
 _Groups: TypeAlias = Callable[[str], str | None] | None
 
 
@@ -219,7 +206,7 @@ def _noise(xp: Namespace, observed: Observed) -> GradientNoise:
     largest = 4 * b / n * xp.clip(norm_squared, 0) * xp.sqrt(variance / 2)
     of_signal = xp.fmin(largest, variance)
     error = xp.sqrt(variance / freedom)
-    norm_error = xp.sqrt(n * (of_signal + variance / freedom)) / b
+    norm_error = xp.sqrt(n * (of_signal + error**2)) / b
     return _in_units(xp, observed.factor**2, trace, norm_squared, error, norm_error)
 
 
@@ -318,8 +305,9 @@ def averaged(noise: Tree, state: Tree, decay: float) -> tuple[Tree, Tree]:
         for old, new, power in zip(before, values, (1, 1, 2, 2, 1), strict=True)
     ]
     trace, norm_squared, variance, norm_variance, weight = after
-    errors = xp.sqrt(variance), xp.sqrt(norm_variance)
-    return _in_units(xp, 1 / weight, trace, norm_squared, *errors), NoiseAverage(*after)
+    error, norm_error = xp.sqrt(variance), xp.sqrt(norm_variance)
+    average = _in_units(xp, 1 / weight, trace, norm_squared, error, norm_error)
+    return average, NoiseAverage(*after)
 
 
 class GradientNorms(NamedTuple):

@@ -7,7 +7,7 @@ end the observer gets their fold, and the same measure of the gradient that the 
 gradient is stored, copied or read twice.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -51,8 +51,8 @@ class ObservedProgram(Program):
     def bind(self, value: Tree, arguments: Arguments) -> tuple[Outputs, list[Array]]:
         """The Outputs for a first micro-batch with this (measures, output), and its leaves."""
         folds = self.readings(value[1], arguments).folds
-        with_measures = replace(self, fold=(folds, self.fold))
-        outputs, leaves = Program.bind(with_measures, value, arguments)
+        beside = replace(self, fold=(folds, self.fold))
+        outputs, leaves = Program.bind(beside, value, arguments)
         return replace(outputs, before=len(folds)), leaves
 
     def readings(self, value: Tree, arguments: Arguments) -> Any:
@@ -109,17 +109,16 @@ class Readings:
         is_observer = lambda node: isinstance(node, Observer)
         self.observers, self.structure = self.trees.flatten(observe, is_observer)
         gradient = gradient_in(outputs.structure_of(range(len(folds))))
-        located = [
-            (path, index)
+        paths = {
+            index: path
             for path, index in paths_and_leaves(gradient, self.trees.children)
             if index is not None and folds[index] is not None
-        ]
-        paths, indices = zip(*located, strict=True)
-        of_ones = _fold_of_ones([folds[index].fold for index in indices])
+        }
+        of_ones = _fold_of_ones([folds[index].fold for index in paths])
         self.folds = of_ones, *[observer.fold for observer in self.observers]
-        self.indices = [len(self.folds) + index for index in indices]
-        self.groups = [_groups(observer, paths) for observer in self.observers]
-        is_double = any(outputs.dtypes[i] in (self.xp.float64, self.xp.complex128) for i in indices)
+        self.indices = [len(self.folds) + index for index in paths]
+        self.groups = [_groups(observer, paths.values()) for observer in self.observers]
+        is_double = any(outputs.dtypes[i] in (self.xp.float64, self.xp.complex128) for i in paths)
         self.dtype = self.xp.float64 if is_double else self.xp.float32
         # The measures of a leaf, each computed once for all observers.
         self.measures = [*dict.fromkeys(observer.measure for observer in self.observers)]
@@ -149,7 +148,7 @@ class Readings:
         """The measures of a micro-batch, from the leaves of (anything, output); `known` are the
         rows of leaves that are measured already, and `seed` is the factor of the gradient.
         """
-        xp, vectors = self.xp, self._vectors(leaves, known)
+        xp, vectors = self.xp, [*self._vectors(leaves, known)]
         # A micro-batch of weight 0 counts as zeros, as there may be no backward pass for it.
         if self.arrays.is_array(weight):
             weight = self.arrays.as_array(weight, self.dtype, vectors[0])
@@ -162,28 +161,26 @@ class Readings:
         one, scale = xp.ones_like(vectors[0][:1]), seed
         if not self.folds[0].reducer.linear:
             one, scale = one * weight, seed * divisor
-        if not (isinstance(scale, float) and scale == 1):
+        if self.arrays.is_array(scale) or scale != 1:
             pairs = zip(vectors, self.observers, strict=True)
             vectors = [vector / scale**observer.degree for vector, observer in pairs]
         return [one, *vectors]
 
-    def _vectors(self, leaves: Any, known: Mapping[int, Array]) -> list[Array]:
-        """The measures of each observer's groups, [groups], of such leaves."""
-        xp, vectors = self.xp, list[Array]()
+    def _vectors(self, leaves: Any, known: Mapping[int, Array]) -> Iterator[Array]:
+        """Yields the measures of each observer's groups, [groups], of such leaves."""
         others, rows = [index for index in self.indices if index not in known], {**known}
         new = self.tool.rows(self, [leaves[index] for index in others])
         rows.update(zip(others, new, strict=True))
-        stacked = xp.stack([rows[index] for index in self.indices])
+        stacked = self.xp.stack([rows[index] for index in self.indices])
         measures = stacked.reshape(len(self.indices), -1)
         for observer, groups in zip(self.observers, self.groups, strict=True):
             column = measures[:, self.measures.index(observer.measure)]
             if observer.groups is None:
-                vectors.append(column.sum()[None])
+                yield column.sum()[None]
             else:
                 numbers = [*column]
                 of_groups = [[numbers[place] for place in group] for group in groups.values()]
-                vectors.append(xp.stack([xp.stack(group).sum() for group in of_groups]))
-        return vectors
+                yield self.xp.stack([self.xp.stack(group).sum() for group in of_groups])
 
     # --- the end of a window
 
@@ -208,7 +205,7 @@ class Readings:
         return trees.unflatten(self.structure, observations)
 
 
-def _groups(observer: Observer, paths: Sequence[str]) -> dict[str, list[int]]:
+def _groups(observer: Observer, paths: Iterable[str]) -> dict[str, list[int]]:
     """The places of the leaves of each group."""
     groups: dict[str, list[int]] = {}
     for place, path in enumerate(paths):

@@ -21,5 +21,4 @@ def unknown(compute: Callable[[], Tree]) -> Tree:
     """
     fill = 0.0 if jax.config.jax_debug_nans else float("nan")  # type: ignore[attr-defined]
     # Only types are computed, as observers of nothing may divide by 0.
-    types = jax.eval_shape(compute)
-    return jax.tree.map(lambda leaf: jnp.full_like(leaf, fill), types)
+    return jax.tree.map(lambda leaf: jnp.full_like(leaf, fill), jax.eval_shape(compute))
