@@ -24,6 +24,18 @@ from funcga.errors import FuncgaError
 from funcga.folds import Fold, concat
 from funcga.reducers import Reducer
 
+__all__ = [
+    "GradientNoise",
+    "GradientNorms",
+    "NoiseAverage",
+    "Observed",
+    "Observer",
+    "averaged",
+    "dropped",
+    "gradient_noise",
+    "gradient_norms",
+]
+
 _Groups: TypeAlias = Callable[[str], str | None] | None
 
 
@@ -189,9 +201,9 @@ _FOLD = Fold(Reducer(_powers, monoids.sum, over_steps=True), normalizers.identit
 #
 # For equal b_i this is appendix A.1 of McCandlish et al. (2018), and it is unbiased for any.
 def _noise(xp: Namespace, observed: Observed) -> GradientNoise:
-    (y, yy, by, b, bb, n), mean_squared = observed.folded, observed.result
+    (y, yy, by, b, bb, n), mean_squared, factor = observed
     # One micro-batch says nothing: NaN, of which everything else follows.
-    freedom = xp.where(n > 1, n - 1, float("nan"))
+    freedom = xp.where(n > 1, n - 1, xp.nan)
     trace = (y - b * mean_squared) / freedom
     norm_squared = mean_squared - trace / b
     # The residuals y_i - trace - b_i norm_squared, whose sum is 0, have the variance 4 b G' Sigma G
@@ -199,7 +211,7 @@ def _noise(xp: Namespace, observed: Observed) -> GradientNoise:
     of_residuals = 2 * by - trace * b - norm_squared * bb
     squares = yy - trace * y - norm_squared * of_residuals
     # Beyond the range of floats, where the sums are infinite and their difference is not known.
-    squares = xp.where(xp.isfinite(squares), squares, float("inf"))
+    squares = xp.where(xp.isfinite(squares), squares, xp.inf)
     variance = xp.clip(squares / freedom, 0)
     # The first term alone makes |g|^2 vary, and is at most the whole. It is also at most 4 b |G|^2
     # times the largest eigenvalue of Sigma, which is not above the root of tr(Sigma^2).
@@ -207,7 +219,7 @@ def _noise(xp: Namespace, observed: Observed) -> GradientNoise:
     of_signal = xp.fmin(largest, variance)
     error = xp.sqrt(variance / freedom)
     norm_error = xp.sqrt(n * (of_signal + error**2)) / b
-    return _in_units(xp, observed.factor**2, trace, norm_squared, error, norm_error)
+    return _in_units(xp, factor**2, trace, norm_squared, error, norm_error)
 
 
 def _in_units(
@@ -358,11 +370,10 @@ def gradient_norms(groups: _Groups = None) -> Observer:
 
 
 def _norms(xp: Namespace, observed: Observed) -> GradientNorms:
+    squares, result, factor = observed
     # One micro-batch after the other, each with all of its groups.
-    squares = observed.folded.reshape(-1, observed.result.shape[0])
-    return GradientNorms(
-        observed.factor * xp.sqrt(squares), observed.factor * xp.sqrt(observed.result)
-    )
+    squares = squares.reshape(-1, result.shape[0])
+    return GradientNorms(factor * xp.sqrt(squares), factor * xp.sqrt(result))
 
 
 def dropped() -> Observer:

@@ -321,7 +321,7 @@ def multi_steps(
     folding, traits, skip = StateFolding(fold, "params"), traits_of(read), None
     if observe is not None:
         observed = load("observe", "observe=").ObservedFolding
-        folding = observed(fold, observe, traits.scales)
+        folding = observed(folding, observe, traits.scales)
         memory.options = {**memory.options, **folding.options}
     if (drop, drop_if) != (None, None):
         check_supported(["drop=", "scaled=True"] if traits.scales else [], ANY)

@@ -23,7 +23,7 @@ from funcga._fold.outputs import Outputs
 from funcga._tools import load
 from funcga._types import Array, GradFn, Scalar, Structure, Tree
 from funcga.errors import FuncgaError, listed
-from funcga.folds import Fold, FoldTree
+from funcga.folds import Fold
 from funcga.observers import Observed, Observer
 
 
@@ -51,8 +51,8 @@ class ObservedProgram(Program):
     def bind(self, value: Tree, arguments: Arguments) -> tuple[Outputs, list[Array]]:
         """The Outputs for a first micro-batch with this (measures, output), and its leaves."""
         folds = self.readings(value[1], arguments).folds
-        beside = replace(self, fold=(folds, self.fold))
-        outputs, leaves = Program.bind(beside, value, arguments)
+        with_measures = replace(self, fold=(folds, self.fold))
+        outputs, leaves = Program.bind(with_measures, value, arguments)
         return replace(outputs, before=len(folds)), leaves
 
     def readings(self, value: Tree, arguments: Arguments) -> Any:
@@ -64,8 +64,8 @@ class ObservedProgram(Program):
             # Bound without measures, so that errors name the leaves of the output.
             outputs, _ = super().bind(value, arguments)
             # A gradient function of funcga says which part the gradient is.
-            of_params = partial(_locate, outputs, arguments)
-            gradient_in = getattr(self.given, "gradient_in", of_params)
+            locate = partial(_locate, outputs, arguments)
+            gradient_in = getattr(self.given, "gradient_in", locate)
             readings = Readings(self.observe, outputs, gradient_in)
             self.known[structure] = dtypes, readings
         return readings
@@ -104,10 +104,12 @@ class Readings:
         is the gradient.
         """
         backend, folds = outputs.backend, list[Any](outputs.folds)
-        self.trees, self.arrays, self.xp = backend.trees, backend.arrays, backend.arrays.xp
+        self.trees, self.arrays = backend.trees, backend.arrays
+        self.xp = xp = backend.arrays.xp
         self.tool = load(f"observe.in_{backend.name}", "observe=")
-        is_observer = lambda node: isinstance(node, Observer)
-        self.observers, self.structure = self.trees.flatten(observe, is_observer)
+        self.observers, self.structure = backend.trees.flatten(
+            observe, lambda node: isinstance(node, Observer)
+        )
         gradient = gradient_in(outputs.structure_of(range(len(folds))))
         paths = {
             index: path
@@ -118,8 +120,8 @@ class Readings:
         self.folds = of_ones, *[observer.fold for observer in self.observers]
         self.indices = [len(self.folds) + index for index in paths]
         self.groups = [_groups(observer, paths.values()) for observer in self.observers]
-        is_double = any(outputs.dtypes[i] in (self.xp.float64, self.xp.complex128) for i in paths)
-        self.dtype = self.xp.float64 if is_double else self.xp.float32
+        is_double = any(outputs.dtypes[i] in (xp.float64, xp.complex128) for i in paths)
+        self.dtype = xp.float64 if is_double else xp.float32
         # The measures of a leaf, each computed once for all observers.
         self.measures = [*dict.fromkeys(observer.measure for observer in self.observers)]
 
@@ -207,7 +209,7 @@ class Readings:
 
 def _groups(observer: Observer, paths: Iterable[str]) -> dict[str, list[int]]:
     """The places of the leaves of each group."""
-    groups: dict[str, list[int]] = {}
+    groups = dict[str, list[int]]()
     for place, path in enumerate(paths):
         name = "" if observer.groups is None else observer.groups(path)
         if name is not None:
@@ -224,8 +226,7 @@ def _fold_of_ones(folds: Sequence[Fold]) -> Fold:
         Fold(replace(fold.plain.reducer, dtype=None), replace(fold.plain.normalizer, dtype=None))
         for fold in folds
     }
-    normalizer = fold.normalizer
-    only_divides = normalizer.divides_by or normalizer.apply is normalizers.identity.apply
+    only_divides = fold.normalizer.divides_by or fold.normalizer.apply is normalizers.identity.apply
     if others or not (fold.reducer.additive and only_divides):
         names = listed(sorted({f"({fold.name})" for fold in folds}))
         raise FuncgaError(
@@ -269,15 +270,15 @@ class ObservedFolding(StateFolding):
 
     readings: Readings  # set by `bind`, of gradients like those of the last call
 
-    def __init__(self, fold: FoldTree, observe: Tree, scales: bool):
+    def __init__(self, of_gradients: StateFolding, observe: Tree, scales: bool):
         """`scales`: whether gradients come with the scale of a loss_scaled."""
-        super().__init__(fold, "params")
-        self.of_gradients = StateFolding(fold, "params")
+        super().__init__(of_gradients.fold, of_gradients.name)
+        self.of_gradients = of_gradients
         self.observe, self.scales, self.options = observe, scales, {"observe=": _in_words(observe)}
 
     def __reduce__(self) -> Any:
         """Pickled without what was cached."""
-        return type(self), (self.of_gradients.fold, self.observe, self.scales)
+        return type(self), (self.of_gradients, self.observe, self.scales)
 
     def bind(
         self, value: Tree, backend: Backend, shaped: bool = True

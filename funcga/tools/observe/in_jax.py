@@ -19,6 +19,6 @@ def unknown(compute: Callable[[], Tree]) -> Tree:
 
     Under jax_debug_nans a state with NaN could not be passed to a jitted function: then it is 0.
     """
-    fill = 0.0 if jax.config.jax_debug_nans else float("nan")  # type: ignore[attr-defined]
+    fill = 0.0 if jax.config.jax_debug_nans else jnp.nan  # type: ignore[attr-defined]
     # Only types are computed, as observers of nothing may divide by 0.
     return jax.tree.map(lambda leaf: jnp.full_like(leaf, fill), jax.eval_shape(compute))

@@ -55,9 +55,9 @@ class MeasuredGradient:
         self.readings, self.inner, self.before = readings, inner, readings.placeholders(loss)
         self.nothing = self.before[0][:0]  # in place of a gradient that does not come
         # What has come in this pass, by leaf: gradients that wait, and the measures of others.
-        self.waiting: dict[int, torch.Tensor] = {}
-        self.measured: dict[int, torch.Tensor] = {}
-        self.hooks: list[Any] = []
+        self.waiting = dict[int, torch.Tensor]()
+        self.measured = dict[int, torch.Tensor]()
+        self.hooks = list[Any]()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
@@ -109,4 +109,4 @@ class MeasuredGradient:
 def unknown(compute: Callable[[], Tree]) -> Tree:
     """The tree of arrays that `compute` returns, with NaN in place of each number."""
     leaves, structure = trees.flatten(compute())
-    return trees.unflatten(structure, [leaf * float("nan") for leaf in leaves])
+    return trees.unflatten(structure, [leaf * torch.nan for leaf in leaves])
