@@ -51,21 +51,19 @@ class ObservedProgram(Program):
     def bind(self, value: Tree, arguments: Arguments) -> tuple[Outputs, list[Array]]:
         """The Outputs for a first micro-batch with this (measures, output), and its leaves."""
         folds = self.readings(value[1], arguments).folds
-        with_measures = replace(self, fold=(folds, self.fold))
-        outputs, leaves = Program.bind(with_measures, value, arguments)
+        outputs, leaves = Program.bind(replace(self, fold=(folds, self.fold)), value, arguments)
         return replace(outputs, before=len(folds)), leaves
 
     def readings(self, value: Tree, arguments: Arguments) -> Any:
         """The Readings of outputs like this value, which grad_fn has returned for the arguments."""
         leaves, structure = arguments.backend.trees.flatten(value)
         dtypes = [getattr(leaf, "dtype", None) for leaf in leaves]
-        known, readings = self.known.get(structure, ((), None))
+        known, readings = self.known.get(structure, (None, None))
         if known != dtypes:
             # Bound without measures, so that errors name the leaves of the output.
             outputs, _ = super().bind(value, arguments)
             # A gradient function of funcga says which part the gradient is.
-            locate = partial(_locate, outputs, arguments)
-            gradient_in = getattr(self.given, "gradient_in", locate)
+            gradient_in = getattr(self.given, "gradient_in", partial(_locate, outputs, arguments))
             readings = Readings(self.observe, outputs, gradient_in)
             self.known[structure] = dtypes, readings
         return readings
@@ -158,7 +156,7 @@ class Readings:
             divisor = xp.where(weight != 0, weight, 1)
         else:
             vectors = vectors if weight else [*map(xp.zeros_like, vectors)]
-            divisor = float(weight) or 1.0
+            divisor = weight or 1.0
         # A gradient of ones in the mean, which is the sum over a micro-batch divided by its weight.
         one, scale = xp.ones_like(vectors[0][:1]), seed
         if not self.folds[0].reducer.linear:
