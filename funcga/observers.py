@@ -36,6 +36,8 @@ __all__ = [
     "gradient_norms",
 ]
 
+_Groups: TypeAlias = Callable[[str], str | None] | None
+
 
 def squared_norm(xp: Namespace, leaf: Array) -> Array:
     """The sum of the squared absolute values of all elements. Each backend has a faster version."""
@@ -101,7 +103,7 @@ class Observer:
     finish: Callable[[Namespace, Observed], Tree]
     measure: Callable[[Namespace, Array], Array] = squared_norm
     degree: int = 2
-    groups: Callable[[str], str | None] | None = None
+    groups: _Groups = None
 
 
 ObserverTree: TypeAlias = Observer | Mapping[str, Any] | Sequence[Any]
@@ -140,7 +142,7 @@ class GradientNoise(NamedTuple):
     scale_error: Array
 
 
-def gradient_noise(groups: Callable[[str], str | None] | None = None) -> Observer:
+def gradient_noise(groups: _Groups = None) -> Observer:
     """An observer for `observe=`: the noise of the gradients, and the simple noise scale.
 
     It compares the micro-batches' gradients, of b_i rows each, with their mean. Rows are what
@@ -187,7 +189,7 @@ def _powers(xp: Namespace, squares: Array, weight: Scalar) -> Array:
     return xp.where(b > 0, xp.stack([y, y * y, b * y, b, b * b, ones]), 0)
 
 
-_FOLD = Fold(Reducer(_powers, monoids.sum, kinds=("float",), over_steps=True), normalizers.identity)
+_FOLD = Fold(Reducer(_powers, monoids.sum, over_steps=True), normalizers.identity)
 
 
 # For micro-batches of b_i rows, B in all and n of them, let g_i be their mean gradients and g the
@@ -199,41 +201,42 @@ _FOLD = Fold(Reducer(_powers, monoids.sum, kinds=("float",), over_steps=True), n
 #
 # For equal b_i this is appendix A.1 of McCandlish et al. (2018), and it is unbiased for any.
 def _noise(xp: Namespace, observed: Observed) -> GradientNoise:
-    (y, yy, by, b, bb, n), mean_squared = observed.folded, observed.result
+    (y, yy, by, b, bb, n), mean_squared, factor = observed
     # One micro-batch says nothing: NaN, of which everything else follows.
-    freedom = xp.where(n > 1, n - 1, float("nan"))
+    freedom = xp.where(n > 1, n - 1, xp.nan)
     trace = (y - b * mean_squared) / freedom
     norm_squared = mean_squared - trace / b
     # The residuals y_i - trace - b_i norm_squared, whose sum is 0, have the variance 4 b G' Sigma G
     # + 2 tr(Sigma^2). That of the trace is 2 tr(Sigma^2) / (n - 1), for Gaussian noise.
-    squares = (
-        yy
-        + n * trace**2
-        + norm_squared**2 * bb
-        - 2 * (trace * y + norm_squared * by - trace * norm_squared * b)
-    )
+    of_residuals = 2 * by - trace * b - norm_squared * bb
+    squares = yy - trace * y - norm_squared * of_residuals
     # Beyond the range of floats, where the sums are infinite and their difference is not known.
-    squares = xp.where(xp.isfinite(yy) & xp.isfinite(squares), squares, float("inf"))
+    squares = xp.where(xp.isfinite(squares), squares, xp.inf)
     variance = xp.clip(squares / freedom, 0)
     # The first term alone makes |g|^2 vary, and is at most the whole. It is also at most 4 b |G|^2
     # times the largest eigenvalue of Sigma, which is not above the root of tr(Sigma^2).
     largest = 4 * b / n * xp.clip(norm_squared, 0) * xp.sqrt(variance / 2)
-    of_signal = xp.where(largest < variance, largest, variance)
+    of_signal = xp.fmin(largest, variance)
     error = xp.sqrt(variance / freedom)
-    norm_error = xp.sqrt(n * (of_signal + variance / freedom)) / b
-    in_units = observed.factor**2
-    return _with_scale(
-        xp, *[number * in_units for number in (trace, norm_squared, error, norm_error)]
-    )
+    norm_error = xp.sqrt(n * (of_signal + error**2)) / b
+    return _in_units(xp, factor**2, trace, norm_squared, error, norm_error)
 
 
-def _with_scale(
-    xp: Namespace, trace: Array, norm_squared: Array, error: Array, norm_error: Array
+def _in_units(
+    xp: Namespace,
+    unit: Array,
+    trace: Array,
+    norm_squared: Array,
+    error: Array,
+    norm_error: Array,
 ) -> GradientNoise:
+    """The noise of these estimates times the unit."""
     scale = trace / norm_squared
     # To first order, of two errors that have nothing to do with each other.
     scale_error = xp.sqrt(error**2 + (scale * norm_error) ** 2) / abs(norm_squared)
-    return GradientNoise(trace, norm_squared, scale, error, norm_error, scale_error)
+    return GradientNoise(
+        unit * trace, unit * norm_squared, scale, unit * error, unit * norm_error, scale_error
+    )
 
 
 class NoiseAverage(NamedTuple):
@@ -300,8 +303,13 @@ def averaged(noise: Tree, state: Tree, decay: float) -> tuple[Tree, Tree]:
             averages[name], states[name] = averaged(of_group, state and state[name], decay)
         return averages, states
     xp: Any = backend_of([noise], lambda: ["noise"]).arrays.xp
-    variances = noise.trace_error**2, noise.norm_squared_error**2
-    values = [noise.trace, noise.norm_squared, *variances, xp.ones_like(noise.trace)]
+    values = [
+        noise.trace,
+        noise.norm_squared,
+        noise.trace_error**2,
+        noise.norm_squared_error**2,
+        xp.ones_like(noise.trace),
+    ]
     # NaN and infinite numbers would stay in the average for ever.
     says, before = xp.isfinite(xp.stack(values)).all(0), state or map(xp.zeros_like, values)
     after = [
@@ -309,9 +317,9 @@ def averaged(noise: Tree, state: Tree, decay: float) -> tuple[Tree, Tree]:
         for old, new, power in zip(before, values, (1, 1, 2, 2, 1), strict=True)
     ]
     trace, norm_squared, variance, norm_variance, weight = after
-    errors = xp.sqrt(variance) / weight, xp.sqrt(norm_variance) / weight
-    noise = _with_scale(xp, trace / weight, norm_squared / weight, *errors)
-    return noise, NoiseAverage(*after)
+    error, norm_error = xp.sqrt(variance), xp.sqrt(norm_variance)
+    average = _in_units(xp, 1 / weight, trace, norm_squared, error, norm_error)
+    return average, NoiseAverage(*after)
 
 
 class GradientNorms(NamedTuple):
@@ -334,7 +342,7 @@ class GradientNorms(NamedTuple):
     mean: Array
 
 
-def gradient_norms(groups: Callable[[str], str | None] | None = None) -> Observer:
+def gradient_norms(groups: _Groups = None) -> Observer:
     """An observer for `observe=`: the norm of each micro-batch's gradient, and that of their mean,
     before clipping.
 
@@ -362,11 +370,10 @@ def gradient_norms(groups: Callable[[str], str | None] | None = None) -> Observe
 
 
 def _norms(xp: Namespace, observed: Observed) -> GradientNorms:
+    squares, result, factor = observed
     # One micro-batch after the other, each with all of its groups.
-    squares = observed.folded.reshape(-1, observed.result.shape[0])
-    return GradientNorms(
-        observed.factor * xp.sqrt(squares), observed.factor * xp.sqrt(observed.result)
-    )
+    squares = squares.reshape(-1, result.shape[0])
+    return GradientNorms(factor * xp.sqrt(squares), factor * xp.sqrt(result))
 
 
 def dropped() -> Observer:

@@ -69,7 +69,7 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
             new = window.plan.with_cuts(arguments, cuts, take)
             program.memory.keep(Plans).put(key, new)
         if job.completed is not None:
-            return job.completed(backend, result, kwargs, None if cuts else arguments)
+            return job.completed(backend, result, kwargs)
         return result
 
     is_compiled = "torch._dynamo" in sys.modules  # something may be
@@ -151,7 +151,7 @@ def stream(program: Program, backend: Backend) -> Callable[..., Any]:
         if nothing is None and key is not None and window.plan is not plan:
             plans.put(key, window.plan)
         if job.completed is not None:
-            return job.completed(backend, result, kwargs, nothing)
+            return job.completed(backend, result, kwargs)
         return result
 
     is_compiled = "torch._dynamo" in sys.modules  # something may be

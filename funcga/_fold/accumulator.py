@@ -312,8 +312,8 @@ class StateFolding:
     """A fold of values, or of gradients, which are named by their "params"."""
 
     # A tool that folds more beside gradients says how many leaves stand before theirs. It also has
-    # `folded`, which makes these leaves, and `updating(run)`, which lets the function of an update
-    # carry (the inner state, what a state says of these leaves).
+    # `folded`, which makes these leaves, and `updating(run, ...)`, which runs the function of an
+    # update on (the inner state, what a state says of these leaves).
     before = 0
     folded: Callable[..., list[Array]]
     updating: Callable[..., Any]

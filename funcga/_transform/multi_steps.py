@@ -321,7 +321,7 @@ def multi_steps(
     folding, traits, skip = StateFolding(fold, "params"), traits_of(read), None
     if observe is not None:
         observed = load("observe", "observe=").ObservedFolding
-        folding = observed(fold, observe, traits.scales)
+        folding = observed(folding, observe, traits.scales)
         memory.options = {**memory.options, **folding.options}
     if (drop, drop_if) != (None, None):
         check_supported(["drop=", "scaled=True"] if traits.scales else [], ANY)
@@ -497,7 +497,7 @@ class MultiStepsUpdate(UpdateFunction):
             extra = {**extra, "weight": merged.total}
         run, like, inner, observed = step.run, value, state.inner, state.observed
         if folding.before:
-            run, like, inner = folding.updating(run), value[1], (inner, observed)
+            run, like, inner = partial(folding.updating, run), value[1], (inner, observed)
         try:
             given = value, extra
             result, inner, updated = step.when(keep, run, inner, params, given, like)

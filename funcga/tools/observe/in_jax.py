@@ -1,7 +1,6 @@
 """Observers in JAX."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +19,6 @@ def unknown(compute: Callable[[], Tree]) -> Tree:
 
     Under jax_debug_nans a state with NaN could not be passed to a jitted function: then it is 0.
     """
-    config: Any = jax.config
-    fill = 0.0 if config.jax_debug_nans else float("nan")
+    fill = 0.0 if jax.config.jax_debug_nans else jnp.nan  # type: ignore[attr-defined]
     # Only types are computed, as observers of nothing may divide by 0.
-    types = jax.eval_shape(compute)
-    return jax.tree.map(lambda leaf: jnp.full(leaf.shape, fill, leaf.dtype), types)
+    return jax.tree.map(lambda leaf: jnp.full_like(leaf, fill), jax.eval_shape(compute))

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from funcga._grad import GradientFunction
-from funcga._types import Array, Scalar, Tree
+from funcga._types import Scalar, Tree
 from funcga.errors import FuncgaError
+from funcga.observers import squared_norm
 from funcga.tools.finite.in_torch import measured
 from funcga.tools.observe import Readings
 from torch_backend import _private, arrays, trees
@@ -23,7 +24,7 @@ def rows(readings: Readings, leaves: Sequence[torch.Tensor]) -> list[torch.Tenso
     """The measures of arrays, each over all of its shards, on the device of the first."""
     leaves = [*map(arrays.strided, leaves)]
     is_plain = leaves and not arrays.in_transform() and not any(map(is_dtensor, leaves))
-    if not (readings.are_norms and is_plain):
+    if not is_plain or readings.measures != [squared_norm]:
         return measured(readings.row, leaves)
     real = [_real(leaf, readings.dtype) for leaf in leaves]
     norms = torch._foreach_norm(real, 2, dtype=readings.dtype)
@@ -49,35 +50,37 @@ class MeasuredGradient:
     Short gradients, which are many, wait for the end of the pass, to be measured all at once.
     """
 
-    in_pieces = False  # whether a gradient has come in several; set by `_arrived`
-
     def __init__(self, readings: Readings, inner: GradientFunction, loss: torch.Tensor):
         """`loss`: its device is that of the measures."""
         self.readings, self.inner, self.before = readings, inner, readings.placeholders(loss)
         self.nothing = self.before[0][:0]  # in place of a gradient that does not come
         # What has come in this pass, by leaf: gradients that wait, and the measures of others.
-        self.waiting: dict[int, torch.Tensor] = {}
-        self.measured: dict[int, torch.Tensor] = {}
-        self.hooks: list[Any] = []
+        self.waiting = dict[int, torch.Tensor]()
+        self.measured = dict[int, torch.Tensor]()
+        self.hooks = list[Any]()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def compose(self, loss: Array, aux: Tree, grads: Sequence[Tree]) -> Tree:
+    def compose(self, *args: Any) -> Tree:
         """Zeros in place of measures, and what the gradient function returns."""
-        return self.before, self.inner.compose(loss, aux, grads)
+        return self.before, self.inner.compose(*args)
 
     def begin(self, leaves: Mapping[int, torch.Tensor]) -> None:
         """Measures what comes to those of these leaves that are observed. They last as long as the
         window; the gradients of all others are measured as values.
         """
-        for index in leaves.keys() & {*self.readings.indices}:
+        for index in leaves.keys() & self.readings.indices:
             leaf, hook = leaves[index], partial(self._arrived, index)
             self.hooks.append((leaf, leaf.register_hook(hook)))  # type: ignore[no-untyped-call]
 
     def _arrived(self, index: int, gradient: torch.Tensor) -> None:
         if index in self.waiting or index in self.measured:
-            self.in_pieces = True
+            raise FuncgaError(
+                "observe= was given, and a parameter gets its gradient in several pieces, of which "
+                "none has the norm of the gradient, as reentrant checkpoints make it. Use "
+                "use_reentrant=False."
+            )
         if gradient.numel() <= _SHORT and gradient.device == self.nothing.device:
             self.waiting[index] = gradient
         else:
@@ -91,12 +94,6 @@ class MeasuredGradient:
         """The measures of the last micro-batch, whose gradients came times `seed`, by leaf.
         `values` are the leaves of the output that autograd has not added.
         """
-        if self.in_pieces:
-            raise FuncgaError(
-                "observe= was given, and a parameter gets its gradient in several pieces, of which "
-                "none has the norm of the gradient, as reentrant checkpoints make it. Use "
-                "use_reentrant=False."
-            )
         nothing = dict.fromkeys(self.readings.indices, self.nothing)
         leaves, known = {**nothing, **values, **self.waiting}, self.measured
         self.waiting, self.measured = {}, {}
@@ -105,12 +102,11 @@ class MeasuredGradient:
 
     def end(self) -> None:
         """Takes the hooks off: the leaves may be the parameters of a module."""
-        hooks, self.hooks = self.hooks, []
-        for leaf, hook in hooks:
+        for leaf, hook in self.hooks:
             _private.remove_hook(leaf, hook)
 
 
 def unknown(compute: Callable[[], Tree]) -> Tree:
     """The tree of arrays that `compute` returns, with NaN in place of each number."""
     leaves, structure = trees.flatten(compute())
-    return trees.unflatten(structure, [leaf * float("nan") for leaf in leaves])
+    return trees.unflatten(structure, [leaf * torch.nan for leaf in leaves])
