@@ -12,13 +12,12 @@ import numpy as np
 from funcga.tools.compare import tolerances
 from funcga.tools.compare.row import Row
 from funcga.tools.reports.tables import json_text, new_figure, text_table
-from funcga.tools.reports.terminal import Coloured
 
 _SHOWN = 8
 
 
 @dataclass(frozen=True)
-class Report(Coloured):
+class Report:
     """What `funcga.compare` returns: `rows` in the right tree's order, those that only the left
     tree has last.
 

@@ -20,14 +20,13 @@ from funcga._backend.dispatch import load
 from funcga.tools.doctor.causes import NOTES, judge, off
 from funcga.tools.doctor.windows import Window
 from funcga.tools.reports.tables import bars, json_text, new_figure, text_table
-from funcga.tools.reports.terminal import Coloured
 from funcga.tools.verify import cause_lines, wrapped
 from funcga.tools.verify.causes import Cause, cause, note
 
 ROWS = 8  # of a table
 
 
-class watch(Coloured):  # noqa: N801 - as torch.no_grad, it stands behind `with`
+class watch:  # noqa: N801 - as torch.no_grad, it stands behind `with`
     """Watches a training loop of torch as it is, and says how its windows weigh their targets.
 
     While the `with` block is open, calls of `backward`, of torch's functions that clip, of

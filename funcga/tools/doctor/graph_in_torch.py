@@ -40,7 +40,7 @@ _NONE, _MEAN = 0, 1  # values of `reduction`
 def read(loss: torch.Tensor) -> list[Term]:
     """The terms of a loss that `backward` is called on."""
     if loss.numel() != 1 or loss._backward_hooks:
-        return [Term("several values" if loss.numel() != 1 else "a tensor with a hook")]
+        return [Term("several values, or one with a hook")]
     try:
         pairs = [*islice(_terms((loss.grad_fn, loss.output_nr), Term()), TERMS)]
         comparing = _comparing([node for _, node in pairs])
@@ -54,9 +54,9 @@ def read(loss: torch.Tensor) -> list[Term]:
 def hooks(params: Sequence[torch.Tensor]) -> str:
     """The name of a hook that may change gradients of parameters; "" if there is none."""
     for param in params:
-        for each in (param._backward_hooks, getattr(param, "_post_accumulate_grad_hooks", None)):
+        for each in (param._backward_hooks, param._post_accumulate_grad_hooks):
             for hook in (each or {}).values():
-                if not str(getattr(hook, "__module__", "")).startswith("torch."):
+                if not str(hook.__module__).startswith("torch."):
                     return str(getattr(hook, "__qualname__", hook))
     return ""
 

@@ -8,7 +8,6 @@ from funcga._transform import DonatingTransform, Traits, Transform, read_transfo
 from funcga._transform.apply import UpdateFunction, traits_of, updated
 from funcga._types import Tree
 from funcga.errors import FuncgaError
-from funcga.tools.optimizers.in_torch import ClipNormState as ClipNormState  # of saved states
 from torch_backend import arrays
 from torch_backend.transforms import apart
 

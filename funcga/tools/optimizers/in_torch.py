@@ -64,10 +64,8 @@ class ClipNormState(NamedTuple):
     norm: torch.Tensor
 
 
-# For torch.load with weights_only=True; the last one as states have it that were saved before.
-torch.serialization.add_safe_globals(
-    [ClipNormState, OptimizerState, (ClipNormState, f"{__package__}.chain_in_torch.ClipNormState")]
-)
+# For torch.load with weights_only=True.
+torch.serialization.add_safe_globals([ClipNormState, OptimizerState])
 
 
 def from_optimizer(

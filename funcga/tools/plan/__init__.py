@@ -24,7 +24,6 @@ from funcga._types import GradFn, Tree
 from funcga.errors import FuncgaError
 from funcga.folds import mean
 from funcga.tools.reports.tables import text_table
-from funcga.tools.reports.terminal import Coloured
 
 
 def side(backend: Backend) -> Any:
@@ -55,7 +54,7 @@ class PlanRow:
 
 
 @dataclass(frozen=True)
-class Plan(Coloured, PlanRow):
+class Plan(PlanRow):
     """How many micro-batches fit, and what they take; `print(plan)` shows the table.
 
     Attributes:

@@ -55,10 +55,3 @@ def coloured(text: str) -> Any:
     for style, pattern in STYLES.items():
         result.highlight_regex(pattern, style)
     return result
-
-
-class Coloured:
-    """A report that `rich.print` shows in colour."""
-
-    def __rich__(self) -> Any:
-        return coloured(str(self))

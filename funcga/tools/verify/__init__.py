@@ -37,7 +37,6 @@ from funcga.errors import FuncgaError, check_count
 from funcga.folds import FoldTree, mean
 from funcga.tools.coupled import Coupled
 from funcga.tools.reports.tables import json_text
-from funcga.tools.reports.terminal import Coloured
 from funcga.tools.verify.causes import (
     Answer,
     Cause,
@@ -91,7 +90,7 @@ _IMPLIED = {
 
 
 @dataclass(frozen=True)
-class Verdict(Coloured):
+class Verdict:
     """The result of `verify`. `str(verdict)` is a short text to read.
 
     Attributes:

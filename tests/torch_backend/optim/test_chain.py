@@ -184,16 +184,6 @@ def test_the_norm_keeps_its_dtype_and_its_state_can_be_restored(dtype, tmp_path)
     assert torch.equal(torch.load(tmp_path / "state.pt", weights_only=True).norm, state.norm)
 
 
-@pytest.mark.parametrize("weights_only", [True, False])
-def test_a_state_that_was_saved_under_its_earlier_name_is_loaded(weights_only, tmp_path, monkeypatch):
-    state = clip_grad_norm(1.0).init([torch.ones(2)])
-    with monkeypatch.context() as patch:
-        patch.setattr(type(state), "__module__", "funcga.tools.optimizers.chain_in_torch")
-        torch.save(state, tmp_path / "state.pt")
-    assert b"chain_in_torch" in (tmp_path / "state.pt").read_bytes()
-    assert torch.load(tmp_path / "state.pt", weights_only=weights_only).norm.isnan()
-
-
 def test_gradients_of_fully_shard_are_clipped():
     """Those of a layer lie in one piece of memory, each behind the one before it."""
     model = nn.Linear(5, 8)
