@@ -122,8 +122,10 @@ def test_one_copy_is_what_a_copy_takes():
     for leaf in (tensor[:SIZE], tensor[1 : SIZE + 1], array[::2], to_jax(tensor[:SIZE], copy=False)):
         for move in MOVES.values():
             held.append(move(leaf))  # what is made once: threads, with memory of their own
-            peak, moved = peak_bytes(lambda move=move, leaf=leaf: move(leaf))
-            held.append(moved)
+            found = [peak_bytes(lambda move=move, leaf=leaf: move(leaf)) for _ in range(3)]
+            held.append([moved for _, moved in found])
+            # The middle one: a thread of an earlier test may end meanwhile, and give back what it had.
+            _, peak, _ = sorted(peak for peak, _ in found)
             assert 0.75 < peak / leaf.nbytes < 1.25
     twice, _ = peak_bytes(lambda: to_jax(torch.ones(SIZE)))
     assert twice > 1.75 * 4 * SIZE  # so much a detour would be
