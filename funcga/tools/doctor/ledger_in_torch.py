@@ -1,7 +1,7 @@
 """With which factor a micro-batch reaches a step, from looks at some elements of the gradients."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
@@ -42,8 +42,7 @@ class Ledger:
 
     def begin(self) -> None:
         """Looks at what gradients hold before the first backward of a window."""
-        groups = self.optimizer.param_groups
-        params = [param for group in groups for param in group["params"] if param.requires_grad]
+        params = [param for param in params_of(self.optimizer) if param.requires_grad]
         self.params = params[:: math.ceil(len(params) / PARAMETERS) or 1]
         # A sharded module may keep gradients elsewhere until it reduces them.
         self.is_sharded = any(local(param) is not param for param in self.params)
@@ -111,6 +110,11 @@ class Ledger:
                 clips, window.by_hand = [], 1.0
                 window.parts.append((look.event, 1.0))
         return is_old
+
+
+def params_of(optimizer: Any) -> list[Any]:
+    """The parameters that an optimizer updates."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def _elements(param: torch.Tensor, most: int) -> torch.Tensor:

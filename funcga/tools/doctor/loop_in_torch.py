@@ -23,7 +23,7 @@ from torch.optim.optimizer import (
 
 from funcga.errors import FuncgaError, listed
 from funcga.tools.doctor.graph_in_torch import hooks, read
-from funcga.tools.doctor.ledger_in_torch import Ledger
+from funcga.tools.doctor.ledger_in_torch import Ledger, params_of
 from funcga.tools.doctor.windows import Finding, MicroBatch, Term, Window
 from torch_backend import _private
 
@@ -246,7 +246,7 @@ class Loop:
         own = getattr(optimizer, "grad_scale", None)
         ledger.settle(window, scale if own is None else 0.0)
         window.scale(1.0 if own is None else 1 / float(own))
-        hook = hooks([param for group in optimizer.param_groups for param in group["params"]])
+        hook = hooks(params_of(optimizer))
         if hook:
             window.unknown = f"the hook {hook} may change gradients"
         window.is_part = dist.is_initialized() and dist.get_world_size() > 1
@@ -265,7 +265,7 @@ def _place() -> int:
 
 def _key(optimizer: Any) -> tuple[int, ...]:
     """What it updates: an optimizer inside of another one is the same."""
-    return tuple(id(param) for group in optimizer.param_groups for param in group["params"])
+    return tuple(map(id, params_of(optimizer)))
 
 
 def _merge(window: Window, everyone: Sequence[Window | None]) -> None:

@@ -26,9 +26,8 @@ class Search:
     So no part of it is counted twice, and the result is that of the n that ran to its end.
     """
 
-    step: (
-        Any  # a weak reference to the step, whose `n` is that of the last call; set by `accumulate`
-    )
+    # A weak reference to the step, whose `n` is that of the last call; set by `funcga.accumulate`.
+    step: Any
 
     def __init__(self, counting: Any = None):
         """`counting`: the program that counts a batch first."""
