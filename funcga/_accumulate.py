@@ -22,7 +22,7 @@ from funcga._call.arguments import Split
 from funcga._call.supported import ANY, check_supported
 from funcga._grad import GradientFunction
 from funcga._tools import load
-from funcga._types import Across, P, R, Tree, WeightFn
+from funcga._types import Across, Args, P, R, Tree, WeightFn
 from funcga.errors import FuncgaError
 from funcga.folds import FoldTree, mean
 
@@ -271,7 +271,7 @@ def stream(
                     "pass a list of micro-batches."
                 )
             # `map`, as a generator's frame would keep a reference to its last item.
-            items: Iterator[tuple[Any, ...]] = map(_fields, microbatches)
+            items: Iterator[Args] = map(_fields, microbatches)
             # The first micro-batch determines the framework.
             first = next(items, None)
             own: Sequence[Any] = ()
@@ -298,7 +298,7 @@ def stream(
     return streamed
 
 
-def _fields(item: object) -> tuple[Any, ...]:
+def _fields(item: object) -> Args:
     """The arguments of grad_fn that a micro-batch is spread into."""
     return tuple(item) if isinstance(item, tuple | list) else (item,)
 

@@ -18,7 +18,7 @@ from funcga._fold import (
     has_no_axes,
     kind,
 )
-from funcga._types import Array, GradFn, LossFn, P, R, Scalar, Tree
+from funcga._types import Array, GradFn, Kwargs, LossFn, P, R, Scalar, Tree
 from funcga.errors import FuncgaError, check_callable
 
 
@@ -122,7 +122,7 @@ class GradientFunction:
             )
         return arg_indices
 
-    def read_scale(self, kwargs: dict[str, Any], backend: Backend) -> tuple[Scalar, dict[str, Any]]:
+    def read_scale(self, kwargs: Kwargs, backend: Backend) -> tuple[Scalar, Kwargs]:
         """(loss scale, other keyword arguments) of a call; the scale is None unless `scaled`.
         Raises FuncgaError if it is missing or invalid.
         """

@@ -19,6 +19,10 @@ Structure = Any
 # The array namespace that the mathematics is written against: `torch` or `jax.numpy`.
 Namespace = Any
 
+# The arguments of a call, by position and by keyword.
+Args = tuple[Tree, ...]
+Kwargs = dict[str, Tree]
+
 GradFn = Callable[..., Tree]
 WeightFn = Callable[..., Scalar]
 LossFn = Callable[..., Any]

@@ -25,7 +25,7 @@ from funcga._fold import LEAST32, MOST32, LeafFold, Tally, addends, check_narrow
 from funcga._fold.accumulator import unit_of
 from funcga._fold.outputs import Outputs
 from funcga._grad import GradientFunction
-from funcga._types import GradFn, Reduced, Scalar, Tree
+from funcga._types import Args, GradFn, Kwargs, Reduced, Scalar, Tree
 from funcga.errors import FuncgaError
 from jax_backend import arrays, sharding, trees
 from jax_backend._private import is_tracing
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from jax.core import ShapedArray
     from jax.extend.core import ClosedJaxpr
 
-Args: TypeAlias = tuple[Tree, ...]
-Kwargs: TypeAlias = dict[str, Tree]
 State: TypeAlias = list[jax.Array]
 Result: TypeAlias = tuple[Tree, list[jax.Array]]
 """The result of a step, and conditions for it to be lost, which the host does not see yet."""
@@ -522,15 +520,15 @@ class _Stream:
 
     # A call is (leading arguments, keyword arguments, the item of the iterable).
 
-    def _arguments(self, call: tuple[Tree, ...]) -> Arguments:
+    def _arguments(self, call: Args) -> Arguments:
         leading, _, item = call
         return self.program.read((*leading, *item), self.backend)
 
-    def _run(self, call: tuple[Tree, ...], state: State) -> tuple[Tree, Tally | None]:
+    def _run(self, call: Args, state: State) -> tuple[Tree, Tally | None]:
         arguments, (_, kwargs, _) = self._arguments(call), call
         return _evaluate(self.program, arguments, kwargs, None, None, 0, state)
 
-    def _traced(self, call: tuple[Tree, ...], state: State) -> Traced:
+    def _traced(self, call: Args, state: State) -> Traced:
         run = lambda start, state: self.run(call, state)
         return Traced(run, *jax.make_jaxpr(run, return_shape=True)(None, state))
 

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from funcga._backend.dispatch import load
 from funcga._backend.prefixes import broadcast
 from funcga._call import Program
-from funcga._types import Tree
+from funcga._types import Args, Kwargs, Tree
 from funcga.errors import FuncgaError
 from jax_backend import arrays, trees
 from jax_backend._private import is_traced, is_tracing
@@ -78,8 +78,8 @@ def replicated(
 
     def on_each(
         function: Callable[..., Tree],
-        args: tuple[Tree, ...],
-        kwargs: dict[str, Tree],
+        args: Args,
+        kwargs: Kwargs,
         out_specs: Tree = out_specs,
     ) -> Tree:
         """`function(args, kwargs)` on every device, with its own part of the arguments."""
@@ -135,7 +135,7 @@ def _names(mesh: Mesh, axis: Axes | None) -> tuple[str, ...]:
 
 
 def _specs(
-    args: tuple[Tree, ...], in_specs: Tree, names: tuple[str, ...], step: Callable[..., Tree]
+    args: Args, in_specs: Tree, names: tuple[str, ...], step: Callable[..., Tree]
 ) -> list[PartitionSpec]:
     """The PartitionSpec of every leaf of the positional arguments."""
     cut = names[0] if len(names) == 1 else names
@@ -152,7 +152,7 @@ def _specs(
     return [spec for spec, _ in leaf_specs]
 
 
-def _as_split(program: Program, args: tuple[Tree, ...], cut: Axes) -> list[PartitionSpec]:
+def _as_split(program: Program, args: Args, cut: Axes) -> list[PartitionSpec]:
     """The PartitionSpec of every leaf, cut on the axis that the program splits."""
     specs: list[PartitionSpec] = []
     for part in program.read(args, load("jax")).parts:

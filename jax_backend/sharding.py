@@ -18,7 +18,7 @@ from funcga._backend import Backend
 from funcga._call import Program
 from funcga._call.arguments import Arguments
 from funcga._fold.outputs import Outputs
-from funcga._types import Array, Scalar, Tree
+from funcga._types import Args, Array, Scalar, Tree
 from jax_backend import _private
 from jax_backend.arrays import axis_names, devices_along
 
@@ -74,7 +74,7 @@ class Spread:
         return pinned
 
 
-def spread_of_call(program: Program, args: tuple[Tree, ...], backend: Backend) -> Spread:
+def spread_of_call(program: Program, args: Args, backend: Backend) -> Spread:
     """The Spread of a call, sliced outside of jit, where arrays have a placement."""
     if program.across is not None or jax.device_count() == 1:
         return Spread()

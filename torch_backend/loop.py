@@ -19,7 +19,7 @@ from funcga._call.arguments import Argument, Arguments, starts
 from funcga._call.supported import MODULE
 from funcga._fold import weight_on_host
 from funcga._grad import GradientFunction
-from funcga._types import GradFn, Scalar, Tree
+from funcga._types import Args, GradFn, Kwargs, Scalar, Tree
 from funcga.errors import FuncgaError
 from torch_backend import _private, arrays, trees
 from torch_backend.engine.alone import value_of
@@ -41,7 +41,7 @@ Take = Callable[..., Any]
 def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
     """f(args, kwargs): the fold of the program over the micro-batches cut from args."""
 
-    def fold(args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> Tree:
+    def fold(args: Args, kwargs: Kwargs) -> Tree:
         source, plans = Source(program, backend), program.memory.kept.get(Plans)
         job, flat = source.program, [*map(trees.flatten, args)]
         key, plan = None, None
@@ -79,7 +79,7 @@ def accumulate(program: Program, backend: Backend) -> Callable[..., Any]:
 def run_window(
     window: Any,
     arguments: Arguments,
-    kwargs: dict[str, Tree],
+    kwargs: Kwargs,
     cuts: Sequence[tuple[int, int]],
     take: Take | None,
     weights: Sequence[Any],
@@ -107,9 +107,9 @@ def stream(program: Program, backend: Backend) -> Callable[..., Any]:
     """
 
     def fold(
-        leading: tuple[Tree, ...],
-        items: Iterator[tuple[Tree, ...]],
-        kwargs: dict[str, Tree],
+        leading: Args,
+        items: Iterator[tuple[Tree, ...]],  # torch.compile traces no subscript by an alias
+        kwargs: Kwargs,
         device: object = None,
     ) -> Tree:
         source, plans, state = Source(program, backend), program.memory.keep(Plans), list[Any]()
@@ -172,16 +172,14 @@ def _marked(items: Iterator[Any], looks_ahead: bool) -> Iterator[tuple[Any, bool
         item = after if looks_ahead else next(items, None)
 
 
-def _without_items(program: Program, backend: Backend, leading: tuple[Tree, ...]) -> Arguments:
+def _without_items(program: Program, backend: Backend, leading: Args) -> Arguments:
     """The arguments of a stream that has no micro-batch."""
     axes = program.in_axes
     count = len(axes) if isinstance(axes, tuple | list) else len(leading)
     return program.read((*leading, *[None] * (count - len(leading))), backend)
 
 
-def _weigh(
-    program: Program, backend: Backend, leading: tuple[Tree, ...], item: tuple[Tree, ...]
-) -> tuple[Tree, ...]:
+def _weigh(program: Program, backend: Backend, leading: Args, item: Args) -> Args:
     """A micro-batch of a stream, with its weight behind it."""
     arguments = _read(program, (*leading, *item), backend)
     args = arguments.cut(0, None, [_owned(leaf) for leaf in arguments.state])
@@ -274,7 +272,7 @@ def _compiled() -> Any:
 def cut(
     program: Program,
     backend: Backend,
-    args: tuple[Tree, ...],
+    args: Args,
     may_be_short: bool,
 ) -> tuple[Arguments, Sequence[tuple[int, int]], Take | None]:
     """(the arguments; the first row of each micro-batch, and its rows; how these are taken, if not
@@ -289,7 +287,7 @@ def cut(
 
 def views_of(
     arguments: Arguments, cuts: Sequence[tuple[int, int]], state: list[Any], take: Take | None
-) -> Iterable[tuple[Tree, ...]]:
+) -> Iterable[Args]:
     """The arguments of each micro-batch: as views, or each taken when it is asked for."""
     leaves = [leaf for part in arguments.parts for leaf in part.leaves]
     axes = [axis for part in arguments.parts for axis in part.axes]
@@ -358,7 +356,7 @@ def _copied_rows(array: torch.Tensor, axis: int, start: int, size: int) -> torch
     return arrays.slice(array, axis, start, size).clone()
 
 
-def _read(program: Program, args: tuple[Tree, ...], backend: Backend) -> Arguments:
+def _read(program: Program, args: Args, backend: Backend) -> Arguments:
     """The arguments of a call. Raises FuncgaError for a PackedSequence that is to be cut, or whose
     rows are to be counted.
     """

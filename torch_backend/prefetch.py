@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from funcga._types import Tree
+from funcga._types import Args
 from torch_backend import trees
 
 
-def moved(items: Iterator[tuple[Tree, ...]], device: Any) -> Iterator[tuple[Tree, ...]]:
+def moved(items: Iterator[Args], device: Any) -> Iterator[Args]:
     """The items of a stream with their arrays on a device, each copied while the one before it is
     computed with.
 
@@ -25,7 +25,7 @@ def moved(items: Iterator[tuple[Tree, ...]], device: Any) -> Iterator[tuple[Tree
     has_streams = not is_host and hasattr(torch.get_device_module(device), "Stream")
     copies = torch.Stream(device) if has_streams else None
 
-    def put(item: tuple[Tree, ...]) -> tuple[Tree, ...]:
+    def put(item: Args) -> Args:
         leaves, structure = trees.flatten(item)
         with copies or nullcontext():
             leaves = [

@@ -18,8 +18,10 @@ from funcga._fold.outputs import Outputs, bind_outputs
 from funcga._replicas import StepId, step_of
 from funcga._types import (
     Across,
+    Args,
     Array,
     GradFn,
+    Kwargs,
     Scalar,
     Tree,
     WeightFn,
@@ -118,11 +120,11 @@ class Program:
         owner = owner_of(self.grad_fn)
         return self.across is not None or (owner is not None and owner.kind != MODULE)
 
-    def read(self, args: tuple[Any, ...], backend: Backend) -> Arguments:
+    def read(self, args: Args, backend: Backend) -> Arguments:
         """The positional arguments, each leaf with its axis from in_axes."""
         return read_arguments(args, self.in_axes, self.grad_fn, backend)
 
-    def weigh(self, arguments: Arguments, args: tuple[Any, ...], rows: int | None) -> Scalar:
+    def weigh(self, arguments: Arguments, args: Args, rows: int | None) -> Scalar:
         """The weight of a micro-batch: a number, or a 0-d array that the host does not see yet.
 
         By default it is the number of rows; with `rows` None they are counted in the arguments. It
@@ -236,7 +238,7 @@ def read_program(
     return Program(grad_fn, fold, weight, in_axes, split, across, memory)
 
 
-def backend_of_call(function: GradFn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Backend:
+def backend_of_call(function: GradFn, args: Args, kwargs: Kwargs) -> Backend:
     """The backend that owns the arrays of a call of a function."""
     names = lambda: [*argument_names(function, len(args)), *kwargs]  # for errors alone
     return backend_of([*args, *kwargs.values()], names)

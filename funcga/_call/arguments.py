@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from funcga._backend import Backend, Trees
 from funcga._backend.prefixes import PrefixValue, broadcast, leaf_paths
 from funcga._fold import describe
-from funcga._types import Array, GradFn, Structure, Tree
+from funcga._types import Args, Array, GradFn, Structure, Tree
 from funcga.errors import FuncgaError
 
 
@@ -139,7 +139,7 @@ class Arguments:
         size: int | None,
         state: list[Any],
         narrow: Callable[..., Array] | None = None,
-    ) -> tuple[Any, ...]:
+    ) -> Args:
         """The arguments of the micro-batch of `size` rows from row `start` on; with size None,
         of all rows. state: the values of the leaves that are CARRY. narrow: `narrow(array, axis,
         start, size)` slices the rows; by default those that follow `start`, as indexing does.
@@ -171,7 +171,7 @@ class Arguments:
             for part in self.parts
         ]
 
-    def split_args(self, args: tuple[Any, ...]) -> list[Any]:
+    def split_args(self, args: Args) -> list[Any]:
         """The split arguments of a micro-batch, for the functions of `weight=` and `totals=`."""
         pairs = zip(args, self.are_split(), strict=True)
         return [arg for arg, is_split in pairs if is_split]
@@ -198,9 +198,7 @@ class Arguments:
         return [paths for paths, (_, axis) in zip(self.paths(), self, strict=True) if axis is CARRY]
 
 
-def read_arguments(
-    args: tuple[Any, ...], in_axes: Tree, grad_fn: GradFn, backend: Backend
-) -> Arguments:
+def read_arguments(args: Args, in_axes: Tree, grad_fn: GradFn, backend: Backend) -> Arguments:
     """The Arguments of a call; `in_axes` None is the default: the first whole, the others split on
     axis 0.
 

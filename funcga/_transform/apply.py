@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Self
 from funcga._backend import Backend
 from funcga._backend.dispatch import backend_of
 from funcga._transform import Traits, Transform, takes_weight, wrapped_transform
-from funcga._types import Scalar, Tree
+from funcga._types import Kwargs, Scalar, Tree
 from funcga.errors import FuncgaError
 
 
@@ -29,7 +29,7 @@ class UpdateFunction:
         grads: Tree,
         state: Any,
         params: Tree,
-        extra: dict[str, Any],
+        extra: Kwargs,
     ) -> tuple[Tree, Any]:
         """(updates, state), or (params, state): see `Step`, which has `owned` and `into`."""
         raise NotImplementedError
@@ -120,7 +120,7 @@ def updated(
     grads: Tree,
     state: Tree,
     params: Tree,
-    extra: dict[str, Any],
+    extra: Kwargs,
 ) -> tuple[Tree, Any]:
     """(updates, state), or (params, state): see `Step`, which has `owned` and `into`."""
     update: object = tx.update
@@ -145,9 +145,7 @@ class Step(NamedTuple):
     owned: bool
     into: bool | None = None
 
-    def run(
-        self, state: Tree, params: Tree, given: tuple[Tree, dict[str, Any]]
-    ) -> tuple[Tree, Tree]:
+    def run(self, state: Tree, params: Tree, given: tuple[Tree, Kwargs]) -> tuple[Tree, Tree]:
         """(result, state) of the transform; `given` is (gradients, further arguments)."""
         grads, extra = given
         # If gradients and state are donated and params are not, the params are copied.

@@ -25,7 +25,7 @@ from funcga._tools import load
 from funcga._transform import Traits, Transform, optax_if_used, wrapped_transform
 from funcga._transform.apply import Step, UpdateFunction, traits_of
 from funcga._transform.window_size import WindowSize, check_size, size_after
-from funcga._types import Array, Scalar, Tree
+from funcga._types import Array, Kwargs, Scalar, Tree
 from funcga.errors import FuncgaError
 from funcga.folds import FoldTree, mean
 
@@ -390,7 +390,7 @@ class MultiStepsUpdate(UpdateFunction):
         grads: Tree,
         state: Any,
         params: Tree,
-        extra: dict[str, Any],
+        extra: Kwargs,
     ) -> tuple[Tree, MultiStepsState]:
         """(result, state) with one more micro-batch: zeros, or unchanged params, unless it fills
         the window.
@@ -463,7 +463,7 @@ class MultiStepsUpdate(UpdateFunction):
         keep: bool | Array,
         state: MultiStepsState,
         params: Tree,
-        extra: dict[str, Any],
+        extra: Kwargs,
     ) -> tuple[Tree, MultiStepsState]:
         """(result, state): a step of the wrapped transform with the merged windows of all
         replicas; the window is then empty.
@@ -547,7 +547,7 @@ def with_others(after: Tree, params: Tree, backend: Backend) -> Tree:
 # -- what is refused
 
 
-def _check_extra(extra: dict[str, Any]) -> None:
+def _check_extra(extra: Kwargs) -> None:
     """Raises FuncgaError for a misspelled `weight`, which a transform with **kwargs would
     ignore.
     """

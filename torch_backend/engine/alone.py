@@ -10,7 +10,7 @@ import torch
 from funcga._backend import Backend
 from funcga._call.arguments import Argument, Arguments
 from funcga._grad import GradientFunction
-from funcga._types import Tree
+from funcga._types import Args, Kwargs, Tree
 from torch_backend import arrays, trees
 from torch_backend.dtensor import without_partials
 from torch_backend.engine.guards import unchanged
@@ -24,8 +24,8 @@ _GRAD, _LAYOUT = operator.attrgetter("grad"), operator.attrgetter("layout")
 def value_of(
     gradient: GradientFunction,
     backend: Backend,
-    args: tuple[Tree, ...],
-    kwargs: dict[str, Tree],
+    args: Args,
+    kwargs: Kwargs,
     may_record: bool = False,
     own: Own | None = None,
 ) -> Tree:
@@ -57,9 +57,7 @@ class Alone(Window):
 
     value: tuple[torch.Tensor, Tree]  # the loss and its aux; set by `fold`
 
-    def fold(
-        self, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: float, last: bool = False
-    ) -> None:
+    def fold(self, args: Args, kwargs: Kwargs, weight: float, last: bool = False) -> None:
         """Computes the loss, and leaves its gradients in the `.grad`s of the leaves."""
         loss, aux, objective = self.forward(args, kwargs)
         if any(leaf.grad is not None for leaf in self.inputs):

@@ -15,7 +15,7 @@ import torch
 from funcga._call import Program
 from funcga._call.arguments import Arguments
 from funcga._grad import GradientFunction
-from funcga._types import GradFn, Scalar, Tree
+from funcga._types import Args, GradFn, Kwargs, Scalar, Tree
 from torch_backend import arrays, trees
 from torch_backend.dtensor import settle
 from torch_backend.modules.checks import check_unfrozen
@@ -29,7 +29,7 @@ class _Calling(threading.local):
     at its default.
     """
 
-    microbatch: tuple[Arguments, tuple[Tree, ...]] | None = None
+    microbatch: tuple[Arguments, Args] | None = None
 
 
 calling = _Calling()
@@ -75,9 +75,7 @@ class Called:
     def __exit__(self, *error: Any) -> None:
         """Nothing: a call tells other replicas of an error."""
 
-    def prepared(
-        self, arguments: Arguments, kwargs: dict[str, Tree]
-    ) -> tuple[Arguments, dict[str, Tree]]:
+    def prepared(self, arguments: Arguments, kwargs: Kwargs) -> tuple[Arguments, Kwargs]:
         """The arguments without graphs: torch.func records a second one for what requires grad."""
         self.arguments = arguments
         if self.records:
@@ -100,9 +98,7 @@ class Called:
         """What is threaded to the next micro-batch."""
         return self.sums.state if self.sums is not None else []
 
-    def fold(
-        self, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: Scalar, last: bool = False
-    ) -> None:
+    def fold(self, args: Args, kwargs: Kwargs, weight: Scalar, last: bool = False) -> None:
         """Folds the value of one micro-batch in."""
         program, arguments = self.program, self.arguments
         assert arguments is not None
@@ -127,9 +123,7 @@ class Called:
         """Folds the leaves of one micro-batch in."""
         sums.add(dict(enumerate(leaves)), weight)
 
-    def _called(
-        self, arguments: Arguments, args: tuple[Tree, ...], kwargs: dict[str, Tree]
-    ) -> Tree:
+    def _called(self, arguments: Arguments, args: Args, kwargs: Kwargs) -> Tree:
         """grad_fn's output."""
         # The gradient function of a module that grad_fn calls sees what the call is a part of.
         outer = calling.microbatch
@@ -156,7 +150,7 @@ class Called:
         return sums.result()
 
     def result_without_microbatches(
-        self, arguments: Arguments, kwargs: dict[str, Tree], state: list[Any]
+        self, arguments: Arguments, kwargs: Kwargs, state: list[Any]
     ) -> Tree:
         """The result on a replica that has nothing to fold; `state` is what came in."""
         program, (first, *others) = self.program, self.merges

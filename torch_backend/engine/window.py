@@ -24,7 +24,7 @@ from funcga._backend import Backend
 from funcga._call import Program
 from funcga._call.arguments import Argument, Arguments
 from funcga._grad import GradientFunction, evaluations, scaled_loss
-from funcga._types import Scalar, Tree
+from funcga._types import Args, Kwargs, Scalar, Tree
 from torch_backend import _private, arrays, graphs, trees
 from torch_backend.arrays import recording, recording_loss
 from torch_backend.engine import bound
@@ -171,9 +171,7 @@ class Window(ExitStack):
             found.originals.extend(present)
         return found
 
-    def prepared(
-        self, arguments: Arguments, kwargs: dict[str, Tree]
-    ) -> tuple[Arguments, dict[str, Tree]]:
+    def prepared(self, arguments: Arguments, kwargs: Kwargs) -> tuple[Arguments, Kwargs]:
         """The arguments as the loss is given them: with leaves, and all others without graphs."""
         self.arguments = arguments
         parts = list[Argument]()
@@ -210,9 +208,7 @@ class Window(ExitStack):
                 with self.visits as self.loss_fn:
                     yield
 
-    def fold(
-        self, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: float, last: bool = False
-    ) -> None:
+    def fold(self, args: Args, kwargs: Kwargs, weight: float, last: bool = False) -> None:
         """Folds one micro-batch in: the loss forwards, and backwards into the sums."""
         moving: list[torch.Tensor] = []
         if self.plan.moving:
@@ -271,9 +267,7 @@ class Window(ExitStack):
         self.writes = self._count_writes()
         return seed
 
-    def forward(
-        self, args: tuple[Tree, ...], kwargs: dict[str, Tree]
-    ) -> tuple[torch.Tensor, Tree, torch.Tensor]:
+    def forward(self, args: Args, kwargs: Kwargs) -> tuple[torch.Tensor, Tree, torch.Tensor]:
         """(the loss as a number, its aux, the loss times its scale, with its graph)."""
         gradient = self.gradient
         self.evaluations = 0 if gradient.reached else evaluations()
@@ -410,9 +404,7 @@ class Window(ExitStack):
         passed, self.passed = self.passed, {}
         return {**dict(zip(folding.beside, beside, strict=True)), **dict(moved), **passed}
 
-    def _with_leaves_of(
-        self, args: tuple[Tree, ...]
-    ) -> tuple[tuple[Tree, ...], list[torch.Tensor]]:
+    def _with_leaves_of(self, args: Args) -> tuple[Args, list[torch.Tensor]]:
         """The arguments of a micro-batch with leaves of those that it alone has, and these."""
         leaves = self.leaves_of(self.plan.moving, args)
         put_hooks(leaves.originals, leaves.inputs)

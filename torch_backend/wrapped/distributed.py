@@ -16,7 +16,7 @@ import torch
 
 from funcga._call import Program
 from funcga._call.arguments import Arguments
-from funcga._types import Tree
+from funcga._types import Kwargs, Tree
 from torch_backend import arrays, trees
 from torch_backend.dtensor import is_dtensor, settle
 from torch_backend.engine.leaves import OWN
@@ -105,7 +105,7 @@ class Distributed(Window):
         return sums.result()
 
     def result_without_microbatches(
-        self, arguments: Arguments, kwargs: dict[str, Tree], state: list[Any]
+        self, arguments: Arguments, kwargs: Kwargs, state: list[Any]
     ) -> Tree:
         """The result on a replica that has nothing to fold; `state` is what came in."""
         (merge,), program, own = self.merges, self.program, self.leaves.trees.get(OWN)

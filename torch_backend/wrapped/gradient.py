@@ -17,7 +17,7 @@ from funcga._backend.dispatch import load
 from funcga._call import Memory, OwningGradient
 from funcga._call.arguments import Arguments, argument_names
 from funcga._grad import GradientFunction
-from funcga._types import Tree
+from funcga._types import Args, Kwargs, Tree
 from funcga.errors import FuncgaError
 from torch_backend import _private, arrays, trees
 from torch_backend.engine.alone import value_of
@@ -51,7 +51,7 @@ class ModuleGradient(GradientFunction, OwningGradient):
             _check_cut(*calling.microbatch, rows_in((args, kwargs)))
         return self._alone(load("torch"), args, kwargs)
 
-    def _alone(self, backend: Backend, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> Tree:
+    def _alone(self, backend: Backend, args: Args, kwargs: Kwargs) -> Tree:
         """The value and the gradients of a single micro-batch."""
         return value_of(self, backend, args, kwargs, own=self.own_in(self.memory))
 
@@ -105,7 +105,7 @@ def rows_in(tree: Tree) -> list[int]:
     ]
 
 
-def _check_cut(arguments: Arguments, args: tuple[Tree, ...], rows: list[int]) -> None:
+def _check_cut(arguments: Arguments, args: Args, rows: list[int]) -> None:
     """Raises FuncgaError if a function around a gradient function passes on what should have been
     cut.
 

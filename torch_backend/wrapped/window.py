@@ -21,7 +21,7 @@ from torch import nn
 from funcga._backend import Backend
 from funcga._call import Program, telling
 from funcga._call.arguments import Arguments
-from funcga._types import Array, Scalar, Tree
+from funcga._types import Args, Array, Kwargs, Scalar, Tree
 from funcga.errors import FuncgaError
 from funcga.folds import mean
 from torch_backend import _private, arrays, trees
@@ -54,7 +54,7 @@ class WrappedGradient(ModuleGradient):
         """Lets the module have the parameters that get gradients."""
         self.wrapper.reshard()
 
-    def _alone(self, backend: Backend, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> Tree:
+    def _alone(self, backend: Backend, args: Args, kwargs: Kwargs) -> Tree:
         # It weighs its rows. Here are no in_axes, so the first tensor tells how many there are.
         rows, whole = rows_in(args) or [1], (None,) * len(args)
         program = Program(self, mean(), lambda: rows[0], whole, memory=self.memory)
@@ -176,17 +176,13 @@ class WrappedWindow(Window):
 
     # --- micro-batches
 
-    def fold(
-        self, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: Scalar, last: bool = False
-    ) -> None:
+    def fold(self, args: Args, kwargs: Kwargs, weight: Scalar, last: bool = False) -> None:
         """Folds one micro-batch in: the loss forwards, and backwards into the sums."""
         self._run_pass(args, kwargs, weight, last)
         if last:
             self._fill_up(args, kwargs)
 
-    def _run_pass(
-        self, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: Scalar | None, last: bool
-    ) -> None:
+    def _run_pass(self, args: Args, kwargs: Kwargs, weight: Scalar | None, last: bool) -> None:
         """Runs a micro-batch, the `last` of this replica or not; one of weight None only lets the
         others run theirs.
         """
@@ -289,7 +285,7 @@ class WrappedWindow(Window):
             # DDP passes None on, where the loss does not use an output.
             return gradient if gradient is None or self.seed else torch.zeros_like(gradient)
 
-        def watch(module: nn.Module, args: tuple[Tree, ...], output: Tree) -> None:
+        def watch(module: nn.Module, args: Args, output: Tree) -> None:
             # FSDP2 makes the leaves in its first forward pass.
             leaves = [*self.wrapper.leaves().values()] or self.inputs
             for tensor in filter(torch.is_tensor, (*trees.flatten(output)[0], *leaves)):
@@ -305,7 +301,7 @@ class WrappedWindow(Window):
 
     # --- replicas with fewer micro-batches than others
 
-    def _fill_up(self, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> None:
+    def _fill_up(self, args: Args, kwargs: Kwargs) -> None:
         """Runs passes that add nothing while other replicas have micro-batches and this one has
         none left. The module's buffers are as before.
         """
@@ -324,7 +320,7 @@ class WrappedWindow(Window):
             put_back(before)
 
     def result_without_microbatches(
-        self, arguments: Arguments, kwargs: dict[str, Tree], state: list[Array]
+        self, arguments: Arguments, kwargs: Kwargs, state: list[Array]
     ) -> Tree:
         """The result on a replica that has no micro-batch in this window.
 

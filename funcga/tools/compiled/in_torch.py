@@ -25,7 +25,7 @@ from torch import nn
 
 from funcga._call import OwningGradient, Program
 from funcga._grad import GradientFunction
-from funcga._types import LossFn, Scalar, Tree
+from funcga._types import Args, Kwargs, LossFn, Scalar, Tree
 from funcga.tools.compiled import private_in_torch
 from torch_backend import _private, arrays, trees
 from torch_backend.arrays import recording
@@ -208,9 +208,7 @@ class CompiledWindow(Window):
         with recording():
             yield
 
-    def fold(
-        self, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: float, last: bool = False
-    ) -> None:
+    def fold(self, args: Args, kwargs: Kwargs, weight: float, last: bool = False) -> None:
         """Folds one micro-batch in, by the compiled step or by autograd."""
         if self.sums is None and self.totals is None:
             self._begin()
@@ -279,8 +277,8 @@ class CompiledWindow(Window):
     def _run(
         self,
         totals: list[torch.Tensor],
-        args: tuple[Tree, ...],
-        kwargs: dict[str, Tree],
+        args: Args,
+        kwargs: Kwargs,
         weight: float,
     ) -> torch.Tensor | None:
         """Adds the gradients of a micro-batch to the totals, and returns the loss; None where

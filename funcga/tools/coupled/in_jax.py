@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from funcga._backend import Backend
-from funcga._types import Tree
+from funcga._types import Args, Kwargs, Tree
 from funcga.tools.coupled import SUM, Coupled, Summaries, unused
 from jax_backend import sharding
 from jax_backend.loop import accumulated, fold_batch, tallies_of, tally_of
@@ -31,7 +31,7 @@ def coupled(job: Coupled, backend: Backend) -> Callable[..., Tree]:
 
 
 def _in_two_passes(
-    job: Coupled, backend: Backend, spread: Spread, args: tuple[Tree, ...], kwargs: dict[str, Tree]
+    job: Coupled, backend: Backend, spread: Spread, args: Args, kwargs: Kwargs
 ) -> Tree:
     """The step, traced."""
     program = job.program

@@ -17,7 +17,7 @@ import torch
 from funcga._backend import Backend
 from funcga._call import OwningGradient
 from funcga._call.arguments import Arguments
-from funcga._types import Scalar, Structure, Tree
+from funcga._types import Args, Kwargs, Scalar, Structure, Tree
 from funcga.errors import FuncgaError
 from funcga.tools.coupled import SUM, Coupled, Summaries, unused
 from funcga.tools.example_keys.in_torch import devices_of, generator_states, put_generator_states
@@ -35,9 +35,6 @@ from torch_backend.sums import Sums
 from torch_backend.wrapped.ddp import Wrapper
 from torch_backend.wrapped.gradient import ModuleGradient
 from torch_backend.wrapped.window import WrappedGradient
-
-Args = tuple[Tree, ...]
-Kwargs = dict[str, Tree]
 
 
 def coupled(job: Coupled, backend: Backend) -> Callable[..., Tree]:

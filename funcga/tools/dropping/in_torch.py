@@ -15,7 +15,7 @@ from torch import nn
 
 from funcga._call import Program
 from funcga._call.arguments import Arguments
-from funcga._types import GradFn, Scalar, Tree
+from funcga._types import Args, GradFn, Kwargs, Scalar, Tree
 from funcga.errors import FuncgaError
 from funcga.tools.dropping import Dropping, selected
 from funcga.tools.finite.in_torch import finite
@@ -110,9 +110,7 @@ class SkippingCalls(Called):
         self.groups = [merge.replicas.group for merge in self.merges]
         self.called = collectives_called(self.groups)
 
-    def fold(
-        self, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: Scalar, last: bool = False
-    ) -> None:
+    def fold(self, args: Args, kwargs: Kwargs, weight: Scalar, last: bool = False) -> None:
         """Folds the value of one micro-batch in, or leaves it out."""
         if self.sums is not None and self.dropping.scope == "microbatch":
             with self.quiet:

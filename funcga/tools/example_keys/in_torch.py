@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from funcga._fold import kind
-from funcga._types import Array, R, Scalar, Tree
+from funcga._types import Args, Array, R, Scalar, Tree
 from funcga.errors import FuncgaError
 from torch_backend import arrays, trees
 
@@ -155,7 +155,7 @@ def seeded(loss_fn: Callable[..., R]) -> Callable[..., R]:
     return loss
 
 
-def _seed(keys: torch.Tensor, batch: tuple[Tree, ...]) -> int:
+def _seed(keys: torch.Tensor, batch: Args) -> int:
     tensors = [leaf for leaf in trees.flatten(batch)[0] if isinstance(leaf, torch.Tensor)]
     rows = {len(tensor) for tensor in tensors if tensor.ndim}
     # Of the batch in the place of the keys a row would be read as a seed, and with keys of more
@@ -172,7 +172,7 @@ def _seed(keys: torch.Tensor, batch: tuple[Tree, ...]) -> int:
 
 
 @contextmanager
-def _seeded(seed: int, args: tuple[Tree, ...]) -> Iterator[None]:
+def _seeded(seed: int, args: Args) -> Iterator[None]:
     """A context in which the global generators, of the host and of the devices of the arguments,
     begin at a seed.
     """

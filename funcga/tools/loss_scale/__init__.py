@@ -8,7 +8,7 @@ from funcga._backend.dispatch import backend_of
 from funcga._fold import LEAST32, check_quantity
 from funcga._transform import DonatingTransform, Traits, Transform, wrapped_transform
 from funcga._transform.apply import Step, UpdateFunction, traits_of
-from funcga._types import Array, Tree
+from funcga._types import Array, Kwargs, Tree
 from funcga.errors import check_count
 from funcga.tools.finite import finite, summed
 
@@ -138,7 +138,7 @@ class _ScaledUpdate(UpdateFunction):
         grads: Tree,
         state: Any,
         params: Tree,
-        extra: dict[str, Any],
+        extra: Kwargs,
     ) -> tuple[Tree, LossScaledState]:
         """(result, state). If a gradient is not finite: zeros, or unchanged params, and a
         smaller scale.

@@ -21,7 +21,7 @@ from funcga._fold import accumulator_dtype
 from funcga._fold.accumulator import Accumulation, StateFolding
 from funcga._fold.outputs import Outputs
 from funcga._tools import load
-from funcga._types import Array, GradFn, Scalar, Structure, Tree
+from funcga._types import Array, GradFn, Kwargs, Scalar, Structure, Tree
 from funcga.errors import FuncgaError, listed
 from funcga.folds import Fold
 from funcga.observers import Observed, Observer
@@ -68,7 +68,7 @@ class ObservedProgram(Program):
             self.known[structure] = dtypes, readings
         return readings
 
-    def completed(self, backend: Backend, result: Tree, kwargs: dict[str, Tree]) -> Tree:
+    def completed(self, backend: Backend, result: Tree, kwargs: Kwargs) -> Tree:
         """(value, observation), from the result of a finished window."""
         folded, value = result
         _, readings = self.known[backend.trees.flatten(value)[1]]

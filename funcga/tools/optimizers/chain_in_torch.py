@@ -6,7 +6,7 @@ from typing import Any
 
 from funcga._transform import DonatingTransform, Traits, Transform, read_transform
 from funcga._transform.apply import UpdateFunction, traits_of, updated
-from funcga._types import Tree
+from funcga._types import Kwargs, Tree
 from funcga.errors import FuncgaError
 from torch_backend import arrays
 from torch_backend.transforms import apart
@@ -73,7 +73,7 @@ class _Chain(UpdateFunction):
         grads: Tree,
         state: Any,
         params: Tree,
-        extra: dict[str, Any],
+        extra: Kwargs,
     ) -> tuple[Tree, Tree]:
         """The updates of the last link, or the new parameters, and the states of all links."""
         states = list[Tree]()
@@ -91,7 +91,7 @@ class _Chain(UpdateFunction):
         return grads, tuple(states)
 
 
-def _accepted(link: Transform, extra: dict[str, Any]) -> dict[str, Any]:
+def _accepted(link: Transform, extra: Kwargs) -> Kwargs:
     """The extra arguments that a transform has parameters for."""
     parameters = inspect.signature(link.update).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from funcga._backend.prefixes import leaf_paths, paths_and_leaves
 from funcga._transform import DonatingTransform, Traits, Transform, takes_weight
 from funcga._transform.apply import UpdateFunction
-from funcga._types import Tree
+from funcga._types import Kwargs, Tree
 from funcga.errors import FuncgaError
 from torch_backend import arrays, trees
 from torch_backend._private import pytree
@@ -174,7 +174,7 @@ class _Update(UpdateFunction):
         grads: Tree,
         state: Any,
         params: Tree,
-        extra: dict[str, Any],
+        extra: Kwargs,
     ) -> tuple[Tree, OptimizerState]:
         """The updates, or the parameters after the step, and the new state."""
         check_not_differentiated("an optimizer of torch", (grads, params))
@@ -524,7 +524,7 @@ class _Clipping(UpdateFunction):
         grads: Tree,
         state: Any,
         params: Tree,
-        extra: dict[str, Any],
+        extra: Kwargs,
     ) -> tuple[Tree, Tree]:
         """The clipped gradients, in their own memory if they are `owned`, and the new state."""
         check_not_differentiated("clipping", grads)

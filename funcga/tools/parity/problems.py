@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from funcga._types import Array, Tree
+from funcga._types import Args, Array, Tree
 from funcga.errors import FuncgaError
 from funcga.folds import per_weight
 from funcga.tools.parity import Problem
@@ -105,9 +105,7 @@ def count_targets(tokens: Array) -> Array:
     return (tokens[:, 1:] != PAD).sum()
 
 
-def _problem(
-    name: str, about: str, params: Tree, batch: tuple[Tree, ...], **options: Any
-) -> Problem:
+def _problem(name: str, about: str, params: Tree, batch: Args, **options: Any) -> Problem:
     torch_loss, jax_loss = (
         vars(importlib.import_module(f"funcga.tools.parity.in_{framework}"))[f"{name}_loss"]
         for framework in ("torch", "jax")

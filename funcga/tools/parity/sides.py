@@ -19,7 +19,7 @@ from funcga._backend.prefixes import paths_and_leaves
 from funcga._call.arguments import Arguments, Split, read_arguments, starts
 from funcga._fold import kind
 from funcga._grad import value_and_grad
-from funcga._types import Array, Dtype, Scalar, Tree
+from funcga._types import Args, Array, Dtype, Scalar, Tree
 from funcga.errors import FuncgaError
 from funcga.folds import Fold, sum
 from funcga.tools.compare import compare, tolerances
@@ -46,7 +46,7 @@ class Result(NamedTuple):
 class Part(NamedTuple):
     """A micro-batch: the arguments of the gradient function, its rows, and its weight."""
 
-    args: tuple[Tree, ...]
+    args: Args
     rows: int
     weight: Scalar
 
@@ -95,7 +95,7 @@ class Side:
         with self.running():
             return self._full(self.placed(_mapped(moved, self.args)))
 
-    def _full(self, args: tuple[Tree, ...]) -> Result:
+    def _full(self, args: Args) -> Result:
         # A sum that is normalised is divided by its weight; a sum over nothing is 0 and stays so.
         weight = float(self.weight(args, self.arguments.rows())) or 1
         divisor = weight if named(self.problem.fold) == "per_weight()" else 1
@@ -122,7 +122,7 @@ class Side:
         with self.running():
             return [self.result(self.compiled(*part.args)) for part in self.parts]
 
-    def weight(self, args: tuple[Tree, ...], rows: int) -> Scalar:
+    def weight(self, args: Args, rows: int) -> Scalar:
         """The weight of a micro-batch of so many rows."""
         weight = self.problem.weight
         return rows if weight is None else weight(*self.arguments.split_args(args))
@@ -195,7 +195,7 @@ class Side:
                 raise FuncgaError(f"{where}{error}") from error
 
     @cached_property
-    def args(self) -> tuple[Tree, ...]:
+    def args(self) -> Args:
         """The params and the batch in this framework and dtype."""
         problem = self.problem
         with self.running():

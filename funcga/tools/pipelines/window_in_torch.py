@@ -21,7 +21,7 @@ import torch
 from funcga._call import Program
 from funcga._call.arguments import Arguments
 from funcga._call.supported import PIPELINE
-from funcga._types import Scalar, Tree
+from funcga._types import Args, Kwargs, Scalar, Tree
 from funcga.errors import FuncgaError
 from funcga.tools.pipelines.schedule_in_torch import Pipeline
 from torch_backend import _private, arrays, trees
@@ -41,8 +41,8 @@ class Microbatch(NamedTuple):
     the target of the loss. The weight of a filler is None.
     """
 
-    args: tuple[Tree, ...]
-    kwargs: dict[str, Tree]
+    args: Args
+    kwargs: Kwargs
     weight: Scalar | None
 
     @property
@@ -87,9 +87,7 @@ class ScheduledWindow(WrappedWindow):
 
     # --- micro-batches
 
-    def fold(
-        self, args: tuple[Tree, ...], kwargs: dict[str, Tree], weight: Scalar, last: bool = False
-    ) -> None:
+    def fold(self, args: Args, kwargs: Kwargs, weight: Scalar, last: bool = False) -> None:
         """Keeps a micro-batch until a step of the schedule is full, and then runs it. No state
         is threaded.
         """
@@ -111,7 +109,7 @@ class ScheduledWindow(WrappedWindow):
         if last:
             self._fill_up(args, kwargs)
 
-    def _fill_up(self, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> None:
+    def _fill_up(self, args: Args, kwargs: Kwargs) -> None:
         """Runs steps that add nothing while other replicas have micro-batches: wrapped stages
         reduce in every step. Stages that are not wrapped run at least one.
         """

@@ -20,7 +20,7 @@ from typing import Any
 from funcga._backend import Backend
 from funcga._call import Memory, Program, backend_of_call, read_program, step_program
 from funcga._call.arguments import Split
-from funcga._types import GradFn, Tree
+from funcga._types import Args, GradFn, Kwargs, Tree
 from funcga.errors import FuncgaError
 from funcga.folds import mean
 from funcga.tools.reports.tables import text_table
@@ -187,8 +187,8 @@ def plan(
 def planned(
     program: Program,
     backend: Backend,
-    args: tuple[Tree, ...],
-    kwargs: dict[str, Tree],
+    args: Args,
+    kwargs: Kwargs,
     memory: int | None = None,
     state: Tree = None,
     job: Any = None,

@@ -9,7 +9,7 @@ import jax
 
 from funcga._backend import Backend
 from funcga._call import Program
-from funcga._types import Tree
+from funcga._types import Args, Kwargs, Tree
 from jax_backend import trees
 from jax_backend._private import is_tracing
 
@@ -19,14 +19,14 @@ def is_shape(leaf: Any) -> bool:
     return isinstance(leaf, jax.ShapeDtypeStruct)
 
 
-def rows(program: Program, args: tuple[Tree, ...], backend: Backend, on_each: Any) -> int:
+def rows(program: Program, args: Args, backend: Backend, on_each: Any) -> int:
     """The number of rows of the arguments of a call.
 
     They are those of one device if `on_each` runs it on every one of a mesh.
     """
     found: list[int] = []
 
-    def count(args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> None:
+    def count(args: Args, kwargs: Kwargs) -> None:
         found.append(program.read(args, backend).rows())
 
     static, arrays = trees.partition((args, {}))
@@ -69,8 +69,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 def peak(
     program: Program,
     window: Callable[[Program], Callable[..., Any]],
-    args: tuple[Tree, ...],
-    kwargs: dict[str, Tree],
+    args: Args,
+    kwargs: Kwargs,
     backend: Backend,
 ) -> dict[str, int]:
     """The peak memory of `window(program)(args, kwargs)`, in bytes by what they are."""

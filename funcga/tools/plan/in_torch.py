@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from funcga._backend import Backend
 from funcga._call import Program, owner_of
 from funcga._call.arguments import Arguments, Split
-from funcga._types import Tree
+from funcga._types import Args, Kwargs, Tree
 from funcga.errors import FuncgaError
 from funcga.tools.plan import private_in_torch
 from funcga.tools.plan.wrapped_in_torch import OF_WRAPPER, Held, Unwrapped
@@ -34,7 +34,7 @@ def is_shape(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.device.type == "meta"
 
 
-def rows(program: Program, args: tuple[Tree, ...], backend: Backend, on_each: Any) -> int:
+def rows(program: Program, args: Args, backend: Backend, on_each: Any) -> int:
     """The number of rows of the arguments of a call."""
     return program.read(args, backend).rows()
 
@@ -75,8 +75,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 def peak(
     program: Program,
     window: Callable[[Program], Callable[..., Any]],
-    args: tuple[Tree, ...],
-    kwargs: dict[str, Tree],
+    args: Args,
+    kwargs: Kwargs,
     backend: Backend,
 ) -> dict[str, int]:
     """The peak memory of `window(program)(args, kwargs)`, in bytes by what they are."""
@@ -199,8 +199,8 @@ def _modules(program: Program) -> list[torch.nn.Module]:
 
 
 def _first(
-    program: Program, arguments: Arguments, args: tuple[Tree, ...], enough: int
-) -> tuple[tuple[Tree, ...], int | None]:
+    program: Program, arguments: Arguments, args: Args, enough: int
+) -> tuple[Args, int | None]:
     """The arguments of `enough` micro-batches, 2 or 4, and their number: of the first ones, and of
     4 the last one.
 

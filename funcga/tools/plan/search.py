@@ -11,6 +11,7 @@ from funcga._backend import Backend
 from funcga._backend.dispatch import load_imported
 from funcga._call import Memory, Program, owner_of
 from funcga._call.arguments import Split
+from funcga._types import Args, Kwargs
 from funcga.errors import FuncgaError
 from funcga.tools.plan import planned, side
 
@@ -45,8 +46,8 @@ class Search:
         self,
         program: Program,
         backend: Backend,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: Args,
+        kwargs: Kwargs,
     ) -> Any:
         """The result. Raises what the framework raises if not even one row at a time fits."""
         own = self.sides.get(backend.name) or side(backend)

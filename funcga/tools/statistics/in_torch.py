@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from funcga._fold import accumulator_dtype
-from funcga._types import LossFn
+from funcga._types import Args, LossFn
 from funcga.errors import FuncgaError
 from funcga.normalizers import Pooled
 from funcga.statistics import running_statistics
@@ -66,7 +66,7 @@ def _watching(module: nn.Module, counts: dict[str, int]) -> Iterator[dict[str, _
                 "fold=..., across=group)."
             )
 
-    def count(name: str, layer: _BatchNorm, args: tuple[Any, ...], kwargs: Any) -> None:
+    def count(name: str, layer: _BatchNorm, args: Args, kwargs: Any) -> None:
         if not layer.training:  # it tracks nothing
             return
         if name in counts:

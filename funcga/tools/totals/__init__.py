@@ -22,7 +22,7 @@ from funcga._fold import accumulator_dtype, kind
 from funcga._fold.outputs import Outputs
 from funcga._replicas import step_of
 from funcga._tools import load
-from funcga._types import Array, Namespace, Reduced, Tree
+from funcga._types import Args, Array, Kwargs, Namespace, Reduced, Tree
 from funcga.errors import FuncgaError, check_callable
 from funcga.folds import Fold, sum
 from funcga.normalizers import Normalizer
@@ -67,7 +67,7 @@ class Counting(Program):
 
     function: TotalsFn
 
-    def read(self, args: tuple[Any, ...], backend: Backend) -> Arguments:
+    def read(self, args: Args, backend: Backend) -> Arguments:
         """The arguments, of which threaded state is passed whole: it is not counted."""
         arguments = super().read(args, backend)
         parts = [
@@ -94,12 +94,12 @@ class Counting(Program):
     def of_stream(
         self,
         backend: Backend,
-        leading: tuple[Tree, ...],
+        leading: Args,
         items: Iterator[Any],
         again: Callable[[], Iterator[Any]],
-        kwargs: dict[str, Tree],
+        kwargs: Kwargs,
         device: object,
-    ) -> tuple[dict[str, Tree], Iterator[Any]]:
+    ) -> tuple[Kwargs, Iterator[Any]]:
         """(the keyword arguments with the totals of a stream, its micro-batches `again`)."""
         first, second = counter(), counter()
         fold = backend.loop.stream(self, backend)

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 from funcga._backend import Backend
 from funcga._call import Program
-from funcga._types import Tree
-from jax_backend.loop import Args, Kwargs, Result, accumulated
+from funcga._types import Args, Kwargs, Tree
+from jax_backend.loop import Result, accumulated
 from jax_backend.sharding import Spread, spread_of_call
 from jax_backend.trees import Compiled
 

@@ -32,7 +32,7 @@ from dataclasses import asdict, dataclass, replace
 from funcga._accumulate import TotalsFn, accumulate
 from funcga._call import owner_of
 from funcga._grad import GradientFunction
-from funcga._types import GradFn, Tree, WeightFn
+from funcga._types import Args, GradFn, Tree, WeightFn
 from funcga.errors import FuncgaError, check_count
 from funcga.folds import FoldTree, mean
 from funcga.tools.coupled import Coupled
@@ -293,9 +293,7 @@ def verify(
     return _verdict(case, found)
 
 
-def _with_parameters(
-    grad_fn: GradFn, args: tuple[Tree, ...], in_axes: Tree
-) -> tuple[GradFn, tuple[Tree, ...], Tree]:
+def _with_parameters(grad_fn: GradFn, args: Args, in_axes: Tree) -> tuple[GradFn, Args, Tree]:
     """A gradient function of a module's own parameters as one that takes them first, with its
     arguments and in_axes. Raises FuncgaError for a wrapped module, and for a step of `coupled`.
     """

@@ -23,7 +23,7 @@ from funcga._call import Program, backend_of_call
 from funcga._fold import accumulator_dtype, kind
 from funcga._fold.outputs import broadcast_folds
 from funcga._grad import GradientFunction
-from funcga._types import Array, Tree
+from funcga._types import Args, Array, Kwargs, Tree
 from funcga.folds import Fold, sum
 from funcga.normalizers import Moments, Pooled
 from funcga.tools.coupled import Coupled, coupled
@@ -51,8 +51,8 @@ class Probe:
         self,
         program: Program,
         job: Coupled | None,
-        args: tuple[Tree, ...],
-        kwargs: dict[str, Tree],
+        args: Args,
+        kwargs: Kwargs,
         precise: bool,
         subject: str = "loss",
         counting: Any = None,
@@ -139,7 +139,7 @@ class Probe:
         each = lambda fold: change(fold) if isinstance(fold, Fold) else fold
         return self._map(each, self.program.fold)
 
-    def take_rows(self, rows: Rows) -> tuple[Tree, ...]:
+    def take_rows(self, rows: Rows) -> Args:
         """The arguments with these rows, in this order; rows may repeat."""
         take = lambda array, axis, start, size: self.framework.take(array, axis, start)
         return self.arguments.cut([*rows], len(rows), self.arguments.state, take)
@@ -165,7 +165,7 @@ class Probe:
         """The leaves of the result of the user's step for each choice of rows; cut: n= or
         microbatch_size=.
         """
-        kwargs, options = {**self.kwargs}, dict[str, Tree](cut)
+        kwargs, options = {**self.kwargs}, Kwargs(cut)
         if self.counting is not None:
             del kwargs["totals"]
             options["totals"] = self.counting.function
