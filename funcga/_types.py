@@ -23,7 +23,9 @@ Namespace = Any
 Args = tuple[Tree, ...]
 Kwargs = dict[str, Tree]
 
-GradFn = Callable[..., Tree]
+# A function that returns a tree, such as a step.
+TreeFn = Callable[..., Tree]
+GradFn = TreeFn
 WeightFn = Callable[..., Scalar]
 LossFn = Callable[..., Any]
 

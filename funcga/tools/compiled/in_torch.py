@@ -25,7 +25,7 @@ from torch import nn
 
 from funcga._call import OwningGradient, Program
 from funcga._grad import GradientFunction
-from funcga._types import Args, Kwargs, LossFn, Scalar, Tree
+from funcga._types import Args, Kwargs, LossFn, Scalar, Tree, TreeFn
 from funcga.tools.compiled import private_in_torch
 from torch_backend import _private, arrays, trees
 from torch_backend.arrays import recording
@@ -56,7 +56,7 @@ def window_of(program: Program, gradient: GradientFunction) -> Callable[..., Win
     return partial(CompiledWindow, step)
 
 
-def _made_of(function: Callable[..., Any]) -> "GradientFunction | MicroStep | None":
+def _made_of(function: TreeFn) -> "GradientFunction | MicroStep | None":
     """What is made of a compiled function, once for all steps: of a gradient function one whose
     loss is compiled, and of any other its micro-step. None of a function that is not compiled.
     """

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from funcga._types import TreeFn
+
 
 class Compiled(NamedTuple):
     """What torch.compile has made of a `function`: `compile(other)` compiles another one with the
@@ -19,9 +21,9 @@ class Compiled(NamedTuple):
     whether calls are captured as CUDA graphs.
     """
 
-    function: Callable[..., Any]
-    compile: Callable[[Callable[..., Any]], Callable[..., Any]]
-    compile_whole: Callable[[Callable[..., Any]], Callable[..., Any]]
+    function: TreeFn
+    compile: Callable[[TreeFn], TreeFn]
+    compile_whole: Callable[[TreeFn], TreeFn]
     replays: bool
 
 
@@ -50,9 +52,7 @@ def compiled_of(function: object) -> Compiled | None:
     except (AttributeError, KeyError, TypeError):
         return None
 
-    def without_checkpoints(
-        graph: torch.fx.GraphModule, inputs: Sequence[object]
-    ) -> Callable[..., Any]:
+    def without_checkpoints(graph: torch.fx.GraphModule, inputs: Sequence[object]) -> TreeFn:
         # A compiler that is given the backward pass too would keep what a checkpoint is to compute
         # again.
         modules = [module for module in graph.modules() if isinstance(module, torch.fx.GraphModule)]

@@ -23,7 +23,7 @@ from funcga._fold.outputs import Outputs
 from funcga._grad import GradientFunction, value_and_grad
 from funcga._replicas import StepId, step_of
 from funcga._tools import load
-from funcga._types import Across, Array, LossFn, Scalar, Tree, WeightFn
+from funcga._types import Across, Array, LossFn, Scalar, Tree, TreeFn, WeightFn
 from funcga.errors import FuncgaError, check_callable
 from funcga.folds import Fold, FoldTree, concat
 from funcga.reducers import weighted
@@ -159,9 +159,9 @@ class Coupled:
         """
         return replace(self.program, memory=Memory(self.step))
 
-    def passes(self, backend: Backend) -> Callable[..., Any]:
+    def passes(self, backend: Backend) -> TreeFn:
         """The step in a framework, called with (args, kwargs)."""
-        step: Callable[..., Any]
+        step: TreeFn
         step = load(f"coupled.in_{backend.name}", "coupled").coupled(self, backend)
         return step
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from funcga._backend import Backend
-from funcga._types import Args, Kwargs, Tree
+from funcga._types import Args, Kwargs, Tree, TreeFn
 from funcga.tools.coupled import SUM, Coupled, Summaries, unused
 from jax_backend import sharding
 from jax_backend.loop import accumulated, fold_batch, tallies_of, tally_of
@@ -20,7 +20,7 @@ from jax_backend.transforms import depends
 from jax_backend.trees import Compiled
 
 
-def coupled(job: Coupled, backend: Backend) -> Callable[..., Tree]:
+def coupled(job: Coupled, backend: Backend) -> TreeFn:
     """f(args, kwargs): the loss and its gradient, of summaries of the micro-batches cut from
     args.
     """

@@ -17,7 +17,7 @@ import torch
 from funcga._backend import Backend
 from funcga._call import OwningGradient
 from funcga._call.arguments import Arguments
-from funcga._types import Args, Kwargs, Scalar, Structure, Tree
+from funcga._types import Args, Kwargs, Scalar, Structure, Tree, TreeFn
 from funcga.errors import FuncgaError
 from funcga.tools.coupled import SUM, Coupled, Summaries, unused
 from funcga.tools.example_keys.in_torch import devices_of, generator_states, put_generator_states
@@ -37,7 +37,7 @@ from torch_backend.wrapped.gradient import ModuleGradient
 from torch_backend.wrapped.window import WrappedGradient
 
 
-def coupled(job: Coupled, backend: Backend) -> Callable[..., Tree]:
+def coupled(job: Coupled, backend: Backend) -> TreeFn:
     """f(args, kwargs): the loss and its gradient, of summaries of the micro-batches cut from
     args.
     """
@@ -94,7 +94,7 @@ class _Summary:
         self.pure = summary_fn if is_plain and self.arg_indices == (0,) else None
         self.function = summary_fn.loss_fn if self.own or self.pure else summary_fn
 
-    def source(self, loss: Callable[..., Tree], has_aux: bool) -> Source:
+    def source(self, loss: TreeFn, has_aux: bool) -> Source:
         """Where the gradient of a loss comes from that is called as the function is. With has_aux
         it returns threaded state as well.
         """

@@ -1,13 +1,12 @@
 """The collectives of a compiled step, by the depth of the loops around them."""
 
 import re
-from collections.abc import Callable
 from math import prod
 from typing import NamedTuple
 
 import jax
 
-from funcga._types import Tree
+from funcga._types import Tree, TreeFn
 
 
 class Collective(NamedTuple):
@@ -29,7 +28,7 @@ class Collective(NamedTuple):
     bytes: int
 
 
-def collectives(fn: Callable[..., Tree], *args: Tree, **kwargs: Tree) -> list[Collective]:
+def collectives(fn: TreeFn, *args: Tree, **kwargs: Tree) -> list[Collective]:
     """The collectives of a function as XLA compiles it for these arguments, in the order of the
     program.
 

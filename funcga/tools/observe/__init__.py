@@ -21,7 +21,7 @@ from funcga._fold import accumulator_dtype
 from funcga._fold.accumulator import Accumulation, StateFolding
 from funcga._fold.outputs import Outputs
 from funcga._tools import load
-from funcga._types import Array, GradFn, Kwargs, Scalar, Structure, Tree
+from funcga._types import Array, GradFn, Kwargs, Scalar, Structure, Tree, TreeFn
 from funcga.errors import FuncgaError, listed
 from funcga.folds import Fold
 from funcga.observers import Observed, Observer
@@ -302,9 +302,7 @@ class ObservedFolding(StateFolding):
         measures, _ = self.readings.measured(leaves, weight)
         return [*measures, *leaves]
 
-    def updating(
-        self, run: Callable[..., Any], states: Tree, params: Tree, given: Tree
-    ) -> tuple[Tree, Tree]:
+    def updating(self, run: TreeFn, states: Tree, params: Tree, given: Tree) -> tuple[Tree, Tree]:
         """The result of an update, and (the inner state, the observation of its window)."""
         (inner, _), ((measures, grads), extra) = states, given
         scaled = inner

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from funcga._transform import Transform
-from funcga._types import Tree
+from funcga._types import Tree, TreeFn
 from funcga.tools.optimizers.in_torch import check_not_differentiated
 from funcga.tools.trees import converted, in_torch
 from torch_backend import trees
@@ -91,7 +91,7 @@ def _filled(grads: Tree, params: Tree) -> Tree:
 
 def _compiled(
     tx: "optax.GradientTransformationExtraArgs",
-) -> tuple[Callable[..., Tree], Callable[..., Tree]]:
+) -> tuple[TreeFn, TreeFn]:
     """`init(params)` and `update(arguments, functions)` of a transform, compiled by JAX.
 
     Torch has no typed PRNG keys, so outside of these functions a key is its data.

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from funcga._backend.prefixes import leaf_paths, paths_and_leaves
 from funcga._transform import DonatingTransform, Traits, Transform, takes_weight
 from funcga._transform.apply import UpdateFunction
-from funcga._types import Kwargs, Tree
+from funcga._types import Kwargs, Tree, TreeFn
 from funcga.errors import FuncgaError
 from torch_backend import arrays, trees
 from torch_backend._private import pytree
@@ -496,7 +496,7 @@ def clip_grad_value(clip_value: float) -> DonatingTransform:
     return _clipping(utils.clip_grad_value_, "clip_value", clip_value)
 
 
-def _clipping(clip: Callable[..., Any], name: str, limit: float) -> DonatingTransform:
+def _clipping(clip: TreeFn, name: str, limit: float) -> DonatingTransform:
     """The transform of a function that clips the `.grad`s of tensors in place to a limit."""
     if not limit >= 0:  # as NaN is not
         raise FuncgaError(f"{name} is {limit!r}, and must be a number, at least 0: {name}=1.0.")
@@ -508,7 +508,7 @@ def _clipping(clip: Callable[..., Any], name: str, limit: float) -> DonatingTran
 class _Clipping(UpdateFunction):
     """The functions of a transform that clips; calling it is `update`."""
 
-    clip: Callable[..., Any]
+    clip: TreeFn
 
     def init(self, params: Tree) -> Tree:
         """The state before the first update: that of one number for each parameter, made NaN."""

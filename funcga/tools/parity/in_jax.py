@@ -2,7 +2,7 @@
 them.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import jax
@@ -11,7 +11,7 @@ import optax  # type: ignore[import-untyped]
 from jax import lax
 
 from funcga._transform import Transform
-from funcga._types import Tree
+from funcga._types import Tree, TreeFn
 from funcga.tools.parity.problems import OPTIMIZERS, PAD
 from funcga.tools.verify import in_jax
 from jax_backend.transforms import apply_updates as apply_updates
@@ -35,7 +35,7 @@ def optimizer(name: str) -> Transform:
     return transform
 
 
-def compiled(step: Callable[..., Tree]) -> Callable[..., Tree]:
+def compiled(step: TreeFn) -> TreeFn:
     """The step as this framework's users run it."""
     return jax.jit(step)
 

@@ -2,13 +2,11 @@
 them.
 """
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name that torch users know
 
 from funcga._transform import Transform
-from funcga._types import Tree
+from funcga._types import Tree, TreeFn
 from funcga.tools.optimizers.in_torch import from_optimizer
 from funcga.tools.parity.problems import OPTIMIZERS, PAD
 from funcga.tools.verify.in_torch import precision as precision
@@ -22,7 +20,7 @@ def optimizer(name: str) -> Transform:
     return from_optimizer(_KINDS.get(name, torch.optim.SGD), **OPTIMIZERS[name])
 
 
-def compiled(step: Callable[..., Tree]) -> Callable[..., Tree]:
+def compiled(step: TreeFn) -> TreeFn:
     """The step as this framework's users run it."""
     return step
 

@@ -19,7 +19,7 @@ from funcga._backend.prefixes import paths_and_leaves
 from funcga._call.arguments import Arguments, Split, read_arguments, starts
 from funcga._fold import kind
 from funcga._grad import value_and_grad
-from funcga._types import Args, Array, Dtype, Scalar, Tree
+from funcga._types import Args, Array, Dtype, Scalar, Tree, TreeFn
 from funcga.errors import FuncgaError
 from funcga.folds import Fold, sum
 from funcga.tools.compare import compare, tolerances
@@ -159,14 +159,14 @@ class Side:
         return FRAMEWORKS[self.framework]
 
     @cached_property
-    def gradient(self) -> Callable[..., Tree]:
+    def gradient(self) -> TreeFn:
         """The gradient function that is folded."""
         return value_and_grad(self.problem.losses[self.framework])
 
     @cached_property
-    def compiled(self) -> Callable[..., Tree]:
+    def compiled(self) -> TreeFn:
         """The gradient function as this framework's users run it."""
-        gradient: Callable[..., Tree] = self.own.compiled(self.gradient)
+        gradient: TreeFn = self.own.compiled(self.gradient)
         return gradient
 
     @property

@@ -20,7 +20,7 @@ from typing import Any
 from funcga._backend import Backend
 from funcga._call import Memory, Program, backend_of_call, read_program, step_program
 from funcga._call.arguments import Split
-from funcga._types import Args, GradFn, Kwargs, Tree
+from funcga._types import Args, GradFn, Kwargs, Tree, TreeFn
 from funcga.errors import FuncgaError
 from funcga.folds import mean
 from funcga.tools.reports.tables import text_table
@@ -201,7 +201,7 @@ def planned(
     own = side(backend)
     measured: dict[int, dict[str, int]] = {}
 
-    def window(program: Program) -> Callable[..., Tree]:
+    def window(program: Program) -> TreeFn:
         step = (
             (counting or backend.loop).accumulate(program, backend)
             if job is None

@@ -9,7 +9,7 @@ import jax
 
 from funcga._backend import Backend
 from funcga._call import Program
-from funcga._types import Args, Kwargs, Tree
+from funcga._types import Args, Kwargs, Tree, TreeFn
 from jax_backend import trees
 from jax_backend._private import is_tracing
 
@@ -68,7 +68,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def peak(
     program: Program,
-    window: Callable[[Program], Callable[..., Any]],
+    window: Callable[[Program], TreeFn],
     args: Args,
     kwargs: Kwargs,
     backend: Backend,

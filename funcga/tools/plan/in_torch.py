@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from funcga._backend import Backend
 from funcga._call import Program, owner_of
 from funcga._call.arguments import Arguments, Split
-from funcga._types import Args, Kwargs, Tree
+from funcga._types import Args, Kwargs, Tree, TreeFn
 from funcga.errors import FuncgaError
 from funcga.tools.plan import private_in_torch
 from funcga.tools.plan.wrapped_in_torch import OF_WRAPPER, Held, Unwrapped
@@ -74,7 +74,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def peak(
     program: Program,
-    window: Callable[[Program], Callable[..., Any]],
+    window: Callable[[Program], TreeFn],
     args: Args,
     kwargs: Kwargs,
     backend: Backend,

@@ -11,7 +11,7 @@ from funcga._backend import Backend
 from funcga._backend.dispatch import load_imported
 from funcga._call import Memory, Program, owner_of
 from funcga._call.arguments import Split
-from funcga._types import Args, Kwargs
+from funcga._types import Args, Kwargs, TreeFn
 from funcga.errors import FuncgaError
 from funcga.tools.plan import planned, side
 
@@ -38,7 +38,7 @@ class Search:
         self.fitted: dict[Any, int] = {}
         self.programs: dict[int, Program] = {}
 
-    def accumulate(self, program: Program, backend: Backend) -> Callable[..., Any]:
+    def accumulate(self, program: Program, backend: Backend) -> TreeFn:
         """f(args, kwargs): the fold of the program over the micro-batches cut from args."""
         return partial(self._fold, program, backend)
 

@@ -23,7 +23,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 from funcga._fold.outputs import Outputs
-from funcga._types import Dtype, Tree
+from funcga._types import Dtype, Tree, TreeFn
 from funcga.tools.scan_layers import programs_in_jax as jaxprs
 from jax_backend.arrays import manual_axes, settle_types, varying_axes
 from jax_backend.loop import Into, Leaves, Traced, Weighed
@@ -98,7 +98,7 @@ def folding(outputs: Outputs, traced: Traced, readings: Any) -> Callable[..., Le
     return fold
 
 
-def folded_in_place(step: Callable[..., Tree], *args: Tree, **kwargs: Tree) -> list[str]:
+def folded_in_place(step: TreeFn, *args: Tree, **kwargs: Tree) -> list[str]:
     """The leaves of grad_fn's output that a step folds layer by layer, inside of the scan that
     computes them.
 

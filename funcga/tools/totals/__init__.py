@@ -22,7 +22,7 @@ from funcga._fold import accumulator_dtype, kind
 from funcga._fold.outputs import Outputs
 from funcga._replicas import step_of
 from funcga._tools import load
-from funcga._types import Args, Array, Kwargs, Namespace, Reduced, Tree
+from funcga._types import Args, Array, Kwargs, Namespace, Reduced, Tree, TreeFn
 from funcga.errors import FuncgaError, check_callable
 from funcga.folds import Fold, sum
 from funcga.normalizers import Normalizer
@@ -82,7 +82,7 @@ class Counting(Program):
         program = self if has_long_integers else replace(self, fold=_SUM)
         return Program.bind(program, value, arguments)
 
-    def accumulate(self, program: Program, backend: Backend) -> Callable[..., Tree]:
+    def accumulate(self, program: Program, backend: Backend) -> TreeFn:
         """f(args, kwargs): the fold of the program over a batch, once that is counted."""
         counting = replace(self, split=program.split)
         if backend.name == "jax":

@@ -1,16 +1,14 @@
 """The count of a batch and its fold in JAX: one program."""
 
-from collections.abc import Callable
-
 from funcga._backend import Backend
 from funcga._call import Program
-from funcga._types import Args, Kwargs, Tree
+from funcga._types import Args, Kwargs, TreeFn
 from jax_backend.loop import Result, accumulated
 from jax_backend.sharding import Spread, spread_of_call
 from jax_backend.trees import Compiled
 
 
-def accumulate(counting: Program, program: Program, backend: Backend) -> Callable[..., Tree]:
+def accumulate(counting: Program, program: Program, backend: Backend) -> TreeFn:
     """f(args, kwargs): the fold of the program over a batch, once that is counted."""
 
     def both(spread: Spread, args: Args, kwargs: Kwargs) -> Result:

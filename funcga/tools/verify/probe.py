@@ -23,7 +23,7 @@ from funcga._call import Program, backend_of_call
 from funcga._fold import accumulator_dtype, kind
 from funcga._fold.outputs import broadcast_folds
 from funcga._grad import GradientFunction
-from funcga._types import Args, Array, Kwargs, Tree
+from funcga._types import Args, Array, Kwargs, Tree, TreeFn
 from funcga.folds import Fold, sum
 from funcga.normalizers import Moments, Pooled
 from funcga.tools.coupled import Coupled, coupled
@@ -117,12 +117,12 @@ class Probe:
 
     # --- calls
 
-    def raw_step(self) -> Callable[..., Tree]:
+    def raw_step(self) -> TreeFn:
         """The step over one micro-batch that returns what grad_fn itself returns."""
         fold = self.each_fold(lambda fold: fold if fold.reducer.monoid.ordered else sum())
         return self.step(n=1, fold=fold)
 
-    def step(self, **options: Tree) -> Callable[..., Tree]:
+    def step(self, **options: Tree) -> TreeFn:
         """The step of `accumulate`, or of `coupled`, with these options."""
         options["in_axes"] = self.program.in_axes
         if self.job is None:
