@@ -58,6 +58,11 @@ class Normalizer:
     divides_by: str | None = None
     lost: Callable[[Namespace, Reduced, Any], list[tuple[Scalar, str]]] | None = None
 
+    @property
+    def only_divides(self) -> bool:
+        """Whether it divides by a count at most, so that the result of a sum is linear in it."""
+        return self.divides_by is not None or self.apply is identity.apply
+
 
 class Moments(NamedTuple):
     """Weighted mean and (population) variance over micro-batches: two arrays of the leaf's shape

@@ -70,7 +70,7 @@ def apart(params: Tree, other: Tree) -> Tree:
 
 def storages(tree: Tree) -> set[int]:
     """The addresses of the memory of the dense tensors in a tree."""
-    shards = [local(leaf) for leaf in trees.flatten(tree)[0] if isinstance(leaf, torch.Tensor)]
+    shards = [*map(local, trees.tensors_in(tree))]
     dense = [shard for shard in shards if shard.layout is torch.strided]
     return {shard.untyped_storage().data_ptr() for shard in dense}
 

@@ -59,6 +59,11 @@ def flatten(
     return pytree.tree_flatten(with_nodes(tree), is_leaf)
 
 
+def tensors_in(tree: Tree) -> list[torch.Tensor]:
+    """The tensors among the leaves."""
+    return [leaf for leaf in flatten(tree)[0] if isinstance(leaf, torch.Tensor)]
+
+
 def unflatten(structure: Structure, leaves: Sequence[Any]) -> Tree:
     """The tree of this structure with these leaves."""
     if structure is _LEAF:

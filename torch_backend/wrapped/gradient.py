@@ -100,9 +100,7 @@ class ModuleGradient(GradientFunction, OwningGradient):
 
 def rows_in(tree: Tree) -> list[int]:
     """How many rows the tensors of a tree have."""
-    return [
-        len(leaf) for leaf in trees.flatten(tree)[0] if isinstance(leaf, torch.Tensor) and leaf.ndim
-    ]
+    return [len(tensor) for tensor in trees.tensors_in(tree) if tensor.ndim]
 
 
 def _check_cut(arguments: Arguments, args: Args, rows: list[int]) -> None:

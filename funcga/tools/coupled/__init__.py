@@ -127,9 +127,8 @@ def _check_folds(folds: FoldTree, backend: Backend) -> None:
     for fold in backend.trees.flatten(folds, lambda node: isinstance(node, Fold))[0]:
         if not isinstance(fold, Fold):
             continue  # which is refused where folds are read
-        reducer, normalizer = fold.reducer, fold.normalizer
-        only_divides = normalizer.divides_by or normalizer.apply is normalizers.identity.apply
-        is_sum = reducer.monoid.collective == "sum" and only_divides and not reducer.of_bits
+        reducer, is_sum = fold.reducer, fold.normalizer.only_divides
+        is_sum = is_sum and reducer.monoid.collective == "sum" and not reducer.of_bits
         if not (is_sum or reducer.monoid.axis is not None or reducer.carries):
             raise FuncgaError(
                 f"a summary is folded by `{fold.name}`, and `coupled` has the gradient of "

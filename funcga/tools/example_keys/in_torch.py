@@ -156,8 +156,7 @@ def seeded(loss_fn: Callable[..., R]) -> Callable[..., R]:
 
 
 def _seed(keys: torch.Tensor, batch: Args) -> int:
-    tensors = [leaf for leaf in trees.flatten(batch)[0] if isinstance(leaf, torch.Tensor)]
-    rows = {len(tensor) for tensor in tensors if tensor.ndim}
+    rows = {len(tensor) for tensor in trees.tensors_in(batch) if tensor.ndim}
     # Of the batch in the place of the keys a row would be read as a seed, and with keys of more
     # rows every micro-batch would draw the same.
     are_keys = isinstance(keys, torch.Tensor) and keys.dtype == torch.int64 and keys.ndim == 1
@@ -194,7 +193,7 @@ def _seeded(seed: int, args: Args) -> Iterator[None]:
 
 def devices_of(leaves: Sequence[object]) -> list[torch.device]:
     """The devices of these whose random numbers a function of them may draw, besides the host's."""
-    devices = {leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)}
+    devices = {tensor.device for tensor in trees.tensors_in(leaves)}
     return [device for device in devices if device.type not in ("cpu", "meta")]
 
 

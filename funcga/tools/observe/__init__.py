@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from funcga import normalizers
 from funcga._backend import Backend
 from funcga._backend.prefixes import paths_and_leaves
 from funcga._call import Program
@@ -224,8 +223,7 @@ def _fold_of_ones(folds: Sequence[Fold]) -> Fold:
         Fold(replace(fold.plain.reducer, dtype=None), replace(fold.plain.normalizer, dtype=None))
         for fold in folds
     }
-    only_divides = fold.normalizer.divides_by or fold.normalizer.apply is normalizers.identity.apply
-    if others or not (fold.reducer.additive and only_divides):
+    if others or not (fold.reducer.additive and fold.normalizer.only_divides):
         names = listed(sorted({f"({fold.name})" for fold in folds}))
         raise FuncgaError(
             f"observe= was given, and the leaves of the gradient are folded by {names}: what is "

@@ -137,7 +137,7 @@ def in_jax(function: Callable[[dict[str, Tree]], Tree], arguments: dict[str, Tre
     """
     import jax
 
-    tensors = [leaf for leaf in trees.flatten(arguments)[0] if isinstance(leaf, torch.Tensor)]
+    tensors = trees.tensors_in(arguments)
     is_wide = any(tensor.dtype in _WIDE for tensor in tensors)
     with jax.enable_x64(True) if is_wide else contextlib.nullcontext():
         jax_arguments = {

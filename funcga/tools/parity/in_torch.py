@@ -43,17 +43,9 @@ def cnn_loss(params: Tree, images: torch.Tensor, labels: torch.Tensor) -> torch.
     images: float[rows, 8, 8]; labels: int[rows], 0 to 9; params: `conv1`, `conv2` and `output` in
     this framework's layout, each a `weight` and a `bias`.
     """
-    x = F.gelu(
-        F.conv2d(
-            images[:, None], params["conv1"]["weight"], params["conv1"]["bias"], padding="same"
-        )
-    )
-    x = F.gelu(
-        F.conv2d(
-            F.avg_pool2d(x, 2), params["conv2"]["weight"], params["conv2"]["bias"], padding="same"
-        )
-    )
-    logits = F.linear(x.mean((2, 3)), params["output"]["weight"], params["output"]["bias"])
+    x = F.gelu(F.conv2d(images[:, None], **params["conv1"], padding="same"))
+    x = F.gelu(F.conv2d(F.avg_pool2d(x, 2), **params["conv2"], padding="same"))
+    logits = F.linear(x.mean((2, 3)), **params["output"])
     return F.cross_entropy(logits, labels.long())
 
 

@@ -13,7 +13,7 @@ from funcga.errors import FuncgaError
 from funcga.folds import per_weight
 from funcga.tools.parity import Problem
 from funcga.tools.reports.commands import load_object
-from funcga.tools.trees.rules import torch_to_flax
+from funcga.tools.trees.rules import AXES, torch_to_flax
 
 PAD = 255
 """The token that fills a row up: the byte 0xFF, which is no letter."""
@@ -65,7 +65,7 @@ def cnn(seed: int = 0) -> Problem:
         params,
         (images.reshape(-1, 8, 8), labels),
         jax_params={
-            name: {"kernel": _transposed(layer["weight"]), "bias": layer["bias"]}
+            name: {"kernel": AXES["oi->io"](layer["weight"]), "bias": layer["bias"]}
             for name, layer in params.items()
         },
         rules=torch_to_flax,
@@ -142,10 +142,6 @@ def _transformer(random: np.random.Generator) -> Tree:
 
 def _linear(random: np.random.Generator, inputs: int, outputs: int) -> dict[str, Array]:
     return {"weight": _normal(random, inputs, outputs), "bias": _normal(random, outputs)}
-
-
-def _transposed(weight: Array) -> Array:
-    return weight.transpose(*range(2, weight.ndim), 1, 0)
 
 
 def _normal(random: np.random.Generator, *shape: int, fan_in: int = 64) -> Array:

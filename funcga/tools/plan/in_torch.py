@@ -46,7 +46,7 @@ def nbytes(tree: Tree) -> int:
 
 def free_memory(leaves: Sequence[Any]) -> int | None:
     """The free bytes on the device of these arrays; None for the host."""
-    devices = {leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)}
+    devices = {tensor.device for tensor in trees.tensors_in(leaves)}
     memory, free = torch.accelerator, []
     for device in devices:
         if device.type not in ("cpu", "meta"):

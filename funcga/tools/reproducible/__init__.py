@@ -3,7 +3,7 @@
 import math
 from dataclasses import replace
 
-from funcga import monoids, normalizers
+from funcga import monoids
 from funcga._fold import check_quantity
 from funcga.errors import FuncgaError
 from funcga.folds import Fold
@@ -55,8 +55,7 @@ def reproducible(fold: Fold, *, limit: float = 2.0**20) -> Fold:
     reducer, normalizer = fold.reducer, fold.normalizer
     if isinstance(reducer.lift, Lift) or reducer.monoid in (monoids.max, monoids.min):
         return fold
-    only_divides = normalizer.divides_by or normalizer.apply is normalizers.identity.apply
-    if not (reducer.additive and only_divides):
+    if not (reducer.additive and normalizer.only_divides):
         raise FuncgaError(
             f"reproducible was given the fold `{fold.name}`, and has exact sums for mean(), "
             "per_weight() and sum() alone. Fold by one of these; `concat()` and `carry()` keep the "

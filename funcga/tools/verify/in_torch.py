@@ -68,10 +68,8 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: torch._ops.OpOverload, types: object, args: Tree = (), kwargs: Tree = None
     ) -> Tree:
         output = func(*args, **(kwargs or {}))
-        leaves = output if isinstance(output, tuple | list) else [output]
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         # The weights of micro-batches, which have no axes, are float32 in any case.
-        self.dtypes |= {tensor.dtype for tensor in tensors if tensor.ndim}
+        self.dtypes |= {tensor.dtype for tensor in trees.tensors_in(output) if tensor.ndim}
         self.draws |= torch.Tag.nondeterministic_seeded in func.tags
         return output
 
