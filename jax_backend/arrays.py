@@ -51,6 +51,14 @@ def as_dtype(dtype: Dtype) -> Dtype:
     return named
 
 
+def device_of(device: Any) -> Any:
+    """A device, also by its name, such as "gpu:1", which JAX itself does not have for devices."""
+    if not isinstance(device, str):
+        return device
+    platform, _, number = device.partition(":")
+    return jax.local_devices(backend=platform)[int(number or 0)]
+
+
 def without_weak_type(leaf: Array) -> jax.Array:
     """The leaf as an array without a weak type, which a loop could not keep."""
     leaf = as_array(leaf)

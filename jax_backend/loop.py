@@ -545,10 +545,7 @@ def _moved(items: Iterator[Args], device: object) -> Iterator[Args]:
     """The items of a stream with their arrays on a device, each copied while the one before it is
     computed with.
     """
-    to: Any = device
-    if isinstance(device, str):  # JAX itself has no names for devices
-        platform, _, number = device.partition(":")
-        to = jax.local_devices(backend=platform)[int(number or 0)]
+    to = arrays.device_of(device)
 
     def put(item: Args) -> Args:
         static, leaves = partition(item)

@@ -6,11 +6,11 @@ from html import escape
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from funcga.tools.parity.report import as_text, conclusion
 from funcga.tools.parity.run import Compared, Run
+from funcga.tools.reports.tables import new_figure
 
 _PAGE = """<!doctype html>
 <html lang="en">
@@ -52,7 +52,7 @@ def _svg(run: Run) -> str:
     """The picture of a problem as an element of a page: the accumulated gradients by n, the models
     by depth and by micro-batch, and the training by update.
     """
-    figure, text = Figure(figsize=(14, 16), layout="constrained"), io.StringIO()
+    figure, text = new_figure(14, 16), io.StringIO()
     result = "the same" if run.ok else "DIFFERENT"
     title = f"{run.problem.name}: {result} (no difference at all is drawn at {FLOOR:g})"
     figure.suptitle(title, fontweight="bold")

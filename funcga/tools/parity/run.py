@@ -12,12 +12,12 @@ from typing import NamedTuple
 import numpy as np
 
 from funcga._transform.multi_steps import multi_steps
-from funcga._types import Array, Scalar, Tree
+from funcga._types import Scalar, Tree
 from funcga.tools.compare import compare
 from funcga.tools.compare.report import Report
 from funcga.tools.compare.tolerances import epsilon
 from funcga.tools.parity import Problem
-from funcga.tools.parity.sides import Side, fold_by_hand, fold_in_framework, largest_of
+from funcga.tools.parity.sides import Leaves, Side, fold_by_hand, fold_in_framework, largest_of
 from funcga.tools.verify import Verdict
 
 CAUSES = ("accumulation", "model", "fold", "rounding", "training")
@@ -248,9 +248,7 @@ class Run:
 _WINDOW = 4  # the micro-batches of one update, at most
 
 
-def _updates(
-    side: Side, optimizer: str, count: int, aside: Sequence[str]
-) -> list[dict[str, Array]]:
+def _updates(side: Side, optimizer: str, count: int, aside: Sequence[str]) -> list[Leaves]:
     """The parameters after each update, but for those that are set aside."""
     window = min(side.n, _WINDOW)
 
@@ -259,7 +257,7 @@ def _updates(
         return side.own.apply_updates(params, changes), state
 
     step, parts = side.own.compiled(after), cycle(side.parts)
-    trained = list[dict[str, Array]]()
+    trained = list[Leaves]()
     with side.running():
         params = side.args[0]
         tx = multi_steps(side.own.optimizer(optimizer), window, fold=side.problem.fold)

@@ -19,7 +19,7 @@ from funcga._backend.prefixes import paths_and_leaves
 from funcga._call.arguments import Arguments, Split, read_arguments, starts
 from funcga._fold import kind
 from funcga._grad import value_and_grad
-from funcga._types import Args, Array, Dtype, Scalar, Tree, TreeFn
+from funcga._types import Args, Array, Dtype, Kwargs, Scalar, Tree, TreeFn
 from funcga.errors import FuncgaError
 from funcga.folds import Fold, sum
 from funcga.tools.compare import compare, tolerances
@@ -34,13 +34,17 @@ FRAMEWORKS = {"torch": "torch", "jax": "JAX"}
 """The frameworks, as they are imported and as they are written."""
 
 
+Leaves = dict[str, Array]
+"""NumPy arrays by their dotted paths."""
+
+
 class Result(NamedTuple):
     """What one run found, as NumPy arrays: the loss, and the gradient of every leaf by its
     dotted path.
     """
 
     loss: Array
-    gradient: dict[str, Array]
+    gradient: Leaves
 
 
 class Part(NamedTuple):
@@ -109,7 +113,7 @@ class Side:
             return self.result(self.own.compiled(step)(*self.args))
 
     @property
-    def options(self) -> dict[str, Array]:
+    def options(self) -> Kwargs:
         """The options of `accumulate` and `verify` that the problem has."""
         problem = self.problem
         return {"fold": problem.fold, "weight": problem.weight, "in_axes": problem.in_axes}
@@ -224,7 +228,7 @@ class Side:
         convert = {"torch": to_torch, "jax": to_jax}[self.framework]
         return convert(tree, device=self.device)
 
-    def named(self, tree: Tree) -> dict[str, Array]:
+    def named(self, tree: Tree) -> Leaves:
         """The arrays of a tree of parameters, as NumPy's, by their dotted paths in this
         framework.
         """
@@ -242,8 +246,8 @@ class Side:
 
     def compared(
         self,
-        left: dict[str, Array],
-        right: dict[str, Array],
+        left: Leaves,
+        right: Leaves,
         names: tuple[str, str],
         reduction: int,
     ) -> Report:
@@ -295,7 +299,7 @@ def _mapped(function: Callable[[Array], Array], tree: Tree) -> Tree:
     return walk.rebuilt([function(leaf) for leaf, _ in walk.arrays.values()])
 
 
-def largest_of(leaves: dict[str, Array]) -> float:
+def largest_of(leaves: Leaves) -> float:
     """The largest absolute value of all leaves; NaN if there is one."""
     return float(np.max([float(np.abs(x).max(initial=0)) for x in leaves.values()], initial=0))
 
@@ -334,17 +338,17 @@ _NAMES = {
 }
 
 
-Folded = tuple[dict[str, Array], dict[str, Array]]
+Folded = tuple[Leaves, Leaves]
 """What became of the micro-batches: by the problem's fold, and as plain sums."""
 
 
-def fold_in_framework(side: Side, stacked: dict[str, Array], weights: Sequence[float]) -> Folded:
+def fold_in_framework(side: Side, stacked: Leaves, weights: Sequence[float]) -> Folded:
     """The Folded of a framework, by the loop that accumulates gradients: a row is the gradient
     of a micro-batch.
     """
     dtype = "float64" if side.dtype == "float64" else "float32"
 
-    def first(gradients: dict[str, Array], weights: Array) -> Tree:
+    def first(gradients: Leaves, weights: Array) -> Tree:
         gradient = {path: leaf[0] for path, leaf in gradients.items()}
         return gradient, gradient
 
@@ -358,7 +362,7 @@ def fold_in_framework(side: Side, stacked: dict[str, Array], weights: Sequence[f
         return folded, sums
 
 
-def fold_by_hand(fold: Fold, stacked: dict[str, Array], weights: Sequence[float]) -> Folded:
+def fold_by_hand(fold: Fold, stacked: Leaves, weights: Sequence[float]) -> Folded:
     """The Folded of NumPy: the fold in float64; the sums one after the other, in the dtype of
     the accumulators.
     """

@@ -7,6 +7,7 @@ Only torch has this file: in JAX nothing is reduced but by the program.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -91,8 +92,7 @@ class _FSDP1(Unwrapped):
         return load("fsdp1.private_in_torch", "a plan of FullyShardedDataParallel")
 
     def holders(self) -> list[object]:
-        of_modules = map(self.private.holders_of_fsdp1, self.wrapper.modules)
-        return [each for of_module in of_modules for each in of_module]
+        return [*chain.from_iterable(map(self.private.holders_of_fsdp1, self.wrapper.modules))]
 
     def held(self) -> Held:
         private = self.private
@@ -109,8 +109,7 @@ class _FSDP1(Unwrapped):
 
 class _FSDP2(Unwrapped):
     def holders(self) -> list[object]:
-        of_modules = map(private_in_torch.holders_of_fsdp2, self.wrapper.modules)
-        return [each for of_module in of_modules for each in of_module]
+        return [*chain.from_iterable(map(private_in_torch.holders_of_fsdp2, self.wrapper.modules))]
 
     def begin(self) -> None:
         # The first pass makes new ones.

@@ -11,12 +11,11 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from funcga._fold import accumulator_dtype
 from funcga._types import Args, LossFn
 from funcga.errors import FuncgaError
 from funcga.normalizers import Pooled
-from funcga.statistics import running_statistics
-from torch_backend import _private, arrays
+from funcga.statistics import batch_moments, running_statistics
+from torch_backend import _private
 from torch_backend.modules.visits import with_state
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
@@ -111,11 +110,11 @@ def _leaf(name: str, layer: Any, count: int | None) -> torch.Tensor:
             "the layer as it is, layer(x), or thread the buffers: "
             "pure_loss(module, loss_fn, buffers=True)."
         )
-    dtype, count = accumulator_dtype(running_mean.dtype, arrays), count or 0
-    mean, variance = running_mean.detach().to(dtype), layer.running_var.detach().to(dtype)
+    count, seen = count or 0, {"mean": running_mean.detach(), "var": layer.running_var.detach()}
+    leaf: torch.Tensor = batch_moments(seen, count)
     # Torch writes the unbiased variance; a fold needs that of the population.
-    biased = variance * ((count - 1) / count) if count else variance
-    return torch.stack((torch.full_like(mean, count), mean, biased))
+    leaf[2] *= (count - 1) / count if count else 1
+    return leaf
 
 
 def running_buffers(module: nn.Module, pooled: Mapping[str, Pooled]) -> dict[str, torch.Tensor]:

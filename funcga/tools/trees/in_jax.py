@@ -10,6 +10,7 @@ import numpy as np
 from funcga._types import Array
 from funcga.tools.trees import Extent
 from jax_backend import _private, arrays
+from jax_backend.arrays import device_of
 
 
 def platforms() -> set[str]:
@@ -75,9 +76,7 @@ def placed(arrays: list[Array], device: object) -> list[Array]:
 
     JAX's own stay where they are if there is none, and traced ones always.
     """
-    if not isinstance(device, jax.Device | jax.sharding.Sharding | None):
-        platform, _, number = str(device).partition(":")
-        device = jax.local_devices(backend=platform)[int(number or 0)]
+    device = device_of(device)
     moving = [
         index
         for index, array in enumerate(arrays)

@@ -152,10 +152,9 @@ def _of_mean_under(evidence: Evidence, name: str) -> Cause:
     under a fold by steps. The line has the weight that the loss divides by.
     """
     divisor, is_mean = evidence.divisor, evidence.kind == "mean"
-    count, (weight_a, weight_b, _) = divisor or form(evidence.probe), evidence.weights
-    words = {"weight_a": weight_a, "weight_b": weight_b}
+    count = divisor or form(evidence.probe)
     if is_mean and divisor is not None and evidence.leaves_out(divisor.of):
-        return evidence.cause(name, line=_left_out_line(evidence), **words)
+        return evidence.cause(name, line=_left_out_line(evidence))
     # A fold for means stays; and of its rows a micro-batch has the weight by default.
     keeps_fold = name in ("uneven tokens", "wrong weight")
     fold = "funcga.mean()" if is_mean else "funcga.per_weight()"
@@ -165,7 +164,7 @@ def _of_mean_under(evidence: Evidence, name: str) -> Cause:
     line = ", ".join(options)
     if is_mean and divisor is None:
         line = note("form", line=line)
-    return evidence.cause(name, line=line, **words)
+    return evidence.cause(name, line=line)
 
 
 def _fold_line(evidence: Evidence, better: str) -> str:
@@ -184,7 +183,7 @@ def _not_additive(evidence: Evidence) -> Iterator[Cause]:
     if is_used and abs(a + b - both) > 1e-6 * max(a + b, both):
         divisor = evidence.divisor if evidence.kind == "mean" else None
         line = (divisor or form(evidence.probe)).line
-        yield evidence.cause("weight not additive", line=line, weight_a=a, weight_b=b, both=both)
+        yield evidence.cause("weight not additive", line=line)
 
 
 # --- a weight that is 0

@@ -76,9 +76,10 @@ class Evidence:
     def cause(self, key: str, **words: object) -> Cause:
         """The Cause with the texts of this key, for these leaves."""
         where, subject = self.probe.paths[self.leaves[0]], self.probe.subject
-        a, b = map(len, self.case.parts)
+        (a, b), (weight_a, weight_b, both) = map(len, self.case.parts), self.weights
         about = {"where": where, "subject": subject, "a": a, "b": b, "ratio": self.ratio}
-        return cause(key, **about | words)
+        weights = {"weight_a": weight_a, "weight_b": weight_b, "both": both}
+        return cause(key, **about | weights | words)
 
     @cached_property
     def weights(self) -> tuple[float, float, float]:
