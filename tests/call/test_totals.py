@@ -77,6 +77,16 @@ def test_any_gradient_function_gets_them(kit):
         assert float(step(kit.arrays(np.ones(())), kit.arrays(np.arange(8.0)))) == 3.5
 
 
+def test_a_plan_counts_in_micro_batches_of_each_size_that_it_looks_at(kit):
+    sizes = []
+    totals = lambda x: sizes.append(len(x)) or {"rows": len(x)}
+    loss = lambda w, x, *, totals: (w * x).sum() / totals["rows"]
+    step = funcga.accumulate(funcga.grad(loss), 2, fold=funcga.sum(), totals=totals)
+    plan = funcga.plan(step, kit.arrays(np.ones(())), kit.arrays(np.arange(8.0)), memory=1)
+    assert [row.n for row in plan.rows] == [1, 8]  # none fits
+    assert {*sizes} == {8, 1}
+
+
 def test_the_window_that_fits_in_memory_has_them(kit):
     params, batch = problem(kit)
     step = objectives.step(kit, "CE + auxiliary", "auto")

@@ -160,9 +160,8 @@ class Coupled:
 
     def passes(self, backend: Backend) -> TreeFn:
         """The step in a framework, called with (args, kwargs)."""
-        step: TreeFn
-        step = load(f"coupled.in_{backend.name}", "coupled").coupled(self, backend)
-        return step
+        step: TreeFn = load(f"coupled.in_{backend.name}", "coupled").coupled(self, backend)
+        return step if self.counting is None else self.counting.before(step, backend)
 
     def loss(
         self, params: Sequence[Tree], summaries: "Summaries", variables: Mapping[int, Array]

@@ -35,9 +35,6 @@ def _in_two_passes(
 ) -> Tree:
     """The step, traced."""
     program = job.program
-    if job.counting is not None:
-        totals, _ = accumulated(job.counting, backend, spread, args, {})
-        kwargs = dict(**kwargs, totals=totals)
     arguments = program.read(args, backend)
     arg_indices = job.arg_indices(arguments)
     params = [args[arg_index] for arg_index in arg_indices]

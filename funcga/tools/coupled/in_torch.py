@@ -50,9 +50,6 @@ def coupled(job: Coupled, backend: Backend) -> TreeFn:
                 "the summaries there: loss_fn(params, funcga.accumulate(summary_fn, n, "
                 "fold=funcga.concat())(params, *batch))."
             )
-        if job.counting is not None:
-            count = backend.loop.accumulate(job.counting, backend)
-            kwargs = dict(**kwargs, totals=count(args, {}))
         program, summary = job.program, _Summary(job, backend, args)
         Source(program, backend)  # refuses what it cannot be
         is_merged = bool(summary.replicas)

@@ -61,6 +61,10 @@ def counting(program: Program, totals: TotalsFn) -> "Counting":
     )
 
 
+class _Memory(Memory):
+    """What is cached of the count that belongs to a program."""
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Counting(Program):
     """A first fold over the batch of a program, split and merged as that is, by `function`."""
@@ -84,11 +88,15 @@ class Counting(Program):
 
     def accumulate(self, program: Program, backend: Backend) -> TreeFn:
         """f(args, kwargs): the fold of the program over a batch, once that is counted."""
-        counting = replace(self, split=program.split)
-        if backend.name == "jax":
-            in_jax = load("totals.in_jax", "totals=")
-            return in_jax.accumulate(counting, program, backend)  # type: ignore[no-any-return]
-        count, fold = [backend.loop.accumulate(each, backend) for each in (counting, program)]
+        counting, fold = self, backend.loop.accumulate(program, backend)
+        if program.split != self.split:  # of a search, which has a program for each n
+            memory = program.memory.keep(_Memory)
+            counting = replace(self, split=program.split, memory=memory)
+        return counting.before(fold, backend)
+
+    def before(self, fold: TreeFn, backend: Backend) -> TreeFn:
+        """f(args, kwargs): what `fold` returns for a batch, which is counted first."""
+        count = backend.loop.accumulate(self, backend)
         return lambda args, kwargs: fold(args, dict(**kwargs, totals=count(args, {})))
 
     def of_stream(
