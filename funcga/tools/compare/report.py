@@ -1,6 +1,5 @@
 """The report of a comparison: a row for each leaf and the verdict, as text, JSON or a picture."""
 
-import json
 import math
 import re
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ import numpy as np
 
 from funcga.tools.compare import tolerances
 from funcga.tools.compare.row import Row
-from funcga.tools.reports.tables import json_text, new_figure, text_table
+from funcga.tools.reports.tables import new_figure, plain, text_table
 
 _SHOWN = 8
 
@@ -131,8 +130,7 @@ class Report:
         """The report for JSON: numbers that are not finite are None, complex ones are pairs."""
         rows = [vars(row) | {"status": row.status, "ok": row.ok} for row in self.rows]
         verdict = {"ok": self.ok, "verdict": self.verdict, "tolerance": self.tolerance}
-        read: dict[str, object] = json.loads(json_text(verdict | vars(self) | {"rows": rows}))
-        return read
+        return plain(verdict | vars(self) | {"rows": rows})
 
     def plot(self, file: str | PathLike[str]) -> None:
         """Writes a plot of the relative differences and their limits to a .png, .svg or .pdf file.

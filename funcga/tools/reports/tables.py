@@ -22,10 +22,15 @@ def bars(shares: Sequence[float]) -> str:
     return "".join(heights[round(7 * each / largest)] if each > 0 else "_" for each in shares[:16])
 
 
-def json_text(value: object) -> str:
-    """JSON of what it has not: a number that is not finite is null, and a complex one is a pair."""
+def plain(value: object) -> dict[str, object]:
+    """A dict as JSON has it: a number that is not finite is None, and a complex one is a pair."""
     text = json.dumps(value, default=lambda number: (number.real, number.imag))
-    return json.dumps(json.loads(text, parse_constant=lambda _: None), indent=1)
+    return json.loads(text, parse_constant=lambda _: None)  # type: ignore[no-any-return]
+
+
+def json_text(value: object) -> str:
+    """The text of the JSON of a value."""
+    return json.dumps(plain(value), indent=1)
 
 
 def new_figure(width: float, height: float) -> "Figure":

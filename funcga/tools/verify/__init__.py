@@ -23,7 +23,6 @@ it. It uses `accumulate`, `coupled`, the folds, `to_numpy` and these seams of th
 """
 
 import importlib
-import json
 import re
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -36,7 +35,7 @@ from funcga._types import Args, GradFn, Tree, WeightFn
 from funcga.errors import FuncgaError, check_count
 from funcga.folds import FoldTree, mean
 from funcga.tools.coupled import Coupled
-from funcga.tools.reports.tables import json_text
+from funcga.tools.reports.tables import plain
 from funcga.tools.verify.causes import (
     Answer,
     Cause,
@@ -131,8 +130,7 @@ class Verdict:
     def as_dict(self) -> dict[str, object]:
         """The verdict for JSON; numbers that are not finite are None."""
         rows = [row._asdict() | {"ok": row.ok} for row in self.rows]
-        read: dict[str, object] = json.loads(json_text(asdict(self) | {"rows": rows}))
-        return read
+        return plain(asdict(self) | {"rows": rows})
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
