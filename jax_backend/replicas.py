@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from funcga._backend.prefixes import mapped
 from funcga._types import Array, Scalar, Tree
 from funcga.errors import FuncgaError
 from jax_backend import arrays, trees
@@ -180,5 +181,4 @@ def varying(tree: Tree, replicas: Replicas) -> Tree:
             leaf = jnp.asarray(leaf)
         return arrays.as_varying(leaf, replicas.names) if isinstance(leaf, jax.Array) else leaf
 
-    leaves, structure = trees.flatten(tree)
-    return trees.unflatten(structure, [*map(mark, leaves)])
+    return mapped(mark, trees, tree)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
+from funcga._backend.prefixes import mapped
 from funcga._fold import accumulator_dtype, describe
 from funcga._types import Array, GradFn, LossFn, Scalar, Tree
 from funcga.errors import FuncgaError
@@ -109,9 +110,7 @@ def widened(
 
     Nothing is ever written to, so there are neither copies nor memory that is donated.
     """
-    leaves, structure = trees.flatten(params)
-    wide = trees.unflatten(structure, [*map(_wide, leaves)])
-    return wide, partial(jax.tree.map, _in_dtype_of, params)
+    return mapped(_wide, trees, params), partial(jax.tree.map, _in_dtype_of, params)
 
 
 def _wide(leaf: Array) -> Array:

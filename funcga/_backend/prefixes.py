@@ -23,6 +23,13 @@ class PrefixValue(NamedTuple):
     root: str
 
 
+def mapped(function: Callable[..., Tree], trees: Trees, tree: Tree, *others: Tree) -> Tree:
+    """The tree with the function applied to each leaf, and to those of others in its place."""
+    leaves, structure = trees.flatten(tree)
+    columns = [trees.flatten(other)[0] for other in others]
+    return trees.unflatten(structure, [*map(function, leaves, *columns)])
+
+
 def outline(tree: Tree, trees: Trees) -> str:
     """A short description of a tree for errors: its type, and its first keys."""
     keys = [key for key, _ in trees.children(tree) or ()]

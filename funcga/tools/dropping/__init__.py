@@ -6,6 +6,7 @@ from typing import Any
 
 from funcga._accumulate import DropTest
 from funcga._backend import Arrays, Backend
+from funcga._backend.prefixes import mapped
 from funcga._call import Memory
 from funcga._fold import as_number, describe, kind
 from funcga._fold.accumulator import Accumulation
@@ -145,7 +146,7 @@ def _kept(drop: Scalar, arrays: Arrays) -> bool | Array:
 
 def selected(keep: Scalar, after: Tree, before: Tree, backend: Backend) -> Tree:
     """The tree `after` a micro-batch if that is kept, else the one `before`."""
-    arrays, trees = backend.arrays, backend.trees
+    arrays = backend.arrays
     if not arrays.is_array(keep):
         return after if keep else before
 
@@ -155,8 +156,7 @@ def selected(keep: Scalar, after: Tree, before: Tree, backend: Backend) -> Tree:
             return chosen
         return arrays.xp.where(arrays.as_array(keep, keep.dtype, chosen), chosen, otherwise)
 
-    (chosen, structure), (otherwise, _) = trees.flatten(after), trees.flatten(before)
-    return trees.unflatten(structure, [*map(select, chosen, otherwise)])
+    return mapped(select, backend.trees, after, before)
 
 
 def dropping(

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from funcga._backend import Backend
-from funcga._backend.prefixes import paths_and_leaves
+from funcga._backend.prefixes import mapped, paths_and_leaves
 from funcga._call import Program
 from funcga._call.arguments import Arguments
 from funcga._fold import accumulator_dtype
@@ -195,9 +195,8 @@ class Readings:
             result = self.arrays.as_array(result, self.dtype, factor) / divisor**observer.degree
             # Arrays with the groups on their last axis: the observation of each.
             seen = observer.finish(xp, Observed(of_microbatches, result, in_units))
-            leaves, structure = trees.flatten(seen)
             of_groups = {
-                name: trees.unflatten(structure, [leaf[..., k] for leaf in leaves])
+                name: mapped(lambda leaf, k=k: leaf[..., k], trees, seen)
                 for k, name in enumerate(groups)
             }
             observations.append(of_groups[""] if observer.groups is None else of_groups)

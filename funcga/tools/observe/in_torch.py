@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from funcga._backend.prefixes import mapped
 from funcga._grad import GradientFunction
 from funcga._types import Scalar, Tree
 from funcga.errors import FuncgaError
@@ -108,5 +109,4 @@ class MeasuredGradient:
 
 def unknown(compute: Callable[[], Tree]) -> Tree:
     """The tree of arrays that `compute` returns, with NaN in place of each number."""
-    leaves, structure = trees.flatten(compute())
-    return trees.unflatten(structure, [leaf * torch.nan for leaf in leaves])
+    return mapped(lambda leaf: leaf * torch.nan, trees, compute())

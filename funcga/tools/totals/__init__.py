@@ -15,6 +15,7 @@ from typing import Any
 from funcga import monoids, reducers
 from funcga._accumulate import TotalsFn
 from funcga._backend import Arrays, Backend
+from funcga._backend.prefixes import mapped
 from funcga._call import Memory, Program, backend_of_call, owner_of
 from funcga._call.arguments import CARRY, Arguments, read_arguments
 from funcga._call.supported import MODULE
@@ -140,8 +141,8 @@ def _count(totals: TotalsFn, in_axes: Tree, *args: Tree) -> Tree:
     """The totals of one micro-batch, 0-d arrays in types in which sums of them are exact."""
     backend = backend_of_call(totals, args, {})
     arguments = read_arguments(args, in_axes, totals, backend)
-    leaves, structure = backend.trees.flatten(totals(*arguments.split_args(args)))
-    return backend.trees.unflatten(structure, [_total(leaf, backend.arrays) for leaf in leaves])
+    total = partial(_total, arrays=backend.arrays)
+    return mapped(total, backend.trees, totals(*arguments.split_args(args)))
 
 
 def _total(leaf: Any, arrays: Arrays) -> Array:

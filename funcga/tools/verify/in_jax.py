@@ -72,18 +72,6 @@ def _equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
         yield from _equations(inner)
 
 
-def second_output(
-    function: GradFn, transform: GradFn | None, args: Tree, kwargs: Tree
-) -> Tree | None:
-    """The output of a gradient function, computed in a second way; None if there is none."""
-    return None  # steps have jax.grad itself, and what they return can always be differentiated
-
-
-def batch_normalisers(function: Callable[..., object]) -> list[str]:
-    """The layers that the function closes over and that normalise over the batch."""
-    return []  # functions have no parts that could be seen from outside
-
-
 def module_loss(function: Callable[..., object]) -> Callable[..., object] | None:
     """The loss_fn(module, *batch) if the function is the gradient of a pure_loss, else None."""
     return None  # there is no pure_loss

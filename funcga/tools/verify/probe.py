@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from funcga._accumulate import accumulate
-from funcga._backend.prefixes import leaf_paths
+from funcga._backend.prefixes import leaf_paths, mapped
 from funcga._call import Program, backend_of_call
 from funcga._fold import accumulator_dtype, kind
 from funcga._fold.outputs import broadcast_folds
@@ -89,14 +89,8 @@ class Probe:
         """The tree with the function applied to each array and the kind of its dtype."""
         arrays = self.backend.arrays
         is_array = arrays.is_array
-        return self._map(
-            lambda leaf: function(leaf, kind(leaf.dtype)) if is_array(leaf) else leaf, tree
-        )
-
-    def _map(self, function: Callable[[Array], Tree], tree: Tree) -> Tree:
-        """The tree with the function applied to each leaf."""
-        leaves, structure = self.backend.trees.flatten(tree)
-        return self.backend.trees.unflatten(structure, [*map(function, leaves)])
+        each = lambda leaf: function(leaf, kind(leaf.dtype)) if is_array(leaf) else leaf
+        return mapped(each, self.backend.trees, tree)
 
     @property
     def rows(self) -> int:
@@ -137,7 +131,7 @@ class Probe:
     def each_fold(self, change: Callable[[Fold], Fold]) -> Tree:
         """The tree of folds, with `change` applied to each."""
         each = lambda fold: change(fold) if isinstance(fold, Fold) else fold
-        return self._map(each, self.program.fold)
+        return mapped(each, self.backend.trees, self.program.fold)
 
     def take_rows(self, rows: Rows) -> Args:
         """The arguments with these rows, in this order; rows may repeat."""
@@ -196,6 +190,8 @@ class Probe:
 
     def layers(self) -> str:
         """The first three layers that normalise over the batch, by path and type."""
+        if self.backend.name == "jax":  # whose functions have no parts that are seen from outside
+            return ""
         return ", ".join(self.framework.batch_normalisers(self.grad_fn)[:3])
 
     @contextmanager
@@ -227,7 +223,8 @@ class Probe:
         the factors if the loss refuses such totals.
         """
         factor = iter(factors)
-        totals = self._map(lambda total: total * next(factor), self.kwargs["totals"])
+        multiplied = lambda total: total * next(factor)
+        totals = mapped(multiplied, self.backend.trees, self.kwargs["totals"])
         changed = self.with_attributes(kwargs=self.kwargs | {"totals": totals}, _values={})
         return changed.try_values(self.all_rows) or self.whole
 
