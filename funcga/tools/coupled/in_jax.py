@@ -50,7 +50,7 @@ def _in_two_passes(
     # The loss, its gradient by parameters that it uses itself, and the cotangents of the summaries.
     loss, aux, of_variables, of_params = _differentiated(job, backend, summaries, params)
     cotangents = summaries.cotangents(of_variables)
-    rows_of = _rows(job, backend, spread, arguments.rows(), cotangents)
+    rows_of = _rows(job, spread, arguments.rows(), cotangents)
 
     # The second pass: the gradient of the inner product of the cotangents with what a micro-batch
     # contributes. It gets the indices of its rows.
@@ -104,7 +104,7 @@ def _differentiated(
 
 
 def _rows(
-    job: Coupled, backend: Backend, spread: Spread, rows: int, cotangents: dict[int, jax.Array]
+    job: Coupled, spread: Spread, rows: int, cotangents: dict[int, jax.Array]
 ) -> Callable[..., jax.Array]:
     """f(index, leaf_index, part, axis): the rows of a micro-batch, with these indices, in the
     cotangent of a collected leaf.
