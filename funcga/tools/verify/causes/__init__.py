@@ -7,7 +7,7 @@ has the table of all questions, in the order in which they are asked.
 
 import importlib.resources
 import tomllib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 
@@ -40,6 +40,7 @@ class Stop(Note):
 
 
 Answer = Cause | Note
+Answers = Iterator[Answer]
 Question = Callable[[Case], Iterable[Answer]]
 
 

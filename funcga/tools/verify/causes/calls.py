@@ -15,12 +15,12 @@ from funcga._call.arguments import argument_names
 from funcga._fold.outputs import broadcast_folds
 from funcga._types import Array
 from funcga.errors import FuncgaError
-from funcga.tools.verify.causes import Answer, Cause, cause, note, stop
+from funcga.tools.verify.causes import Answers, Cause, cause, note, stop
 from funcga.tools.verify.exact import Case, limit_of
 from funcga.tools.verify.probe import Leaves
 
 
-def not_differentiable(case: Case) -> Iterator[Answer]:
+def not_differentiable(case: Case) -> Answers:
     """A loss whose gradient cannot be computed, since it writes to state that it closes over."""
     probe = case.probe
     try:
@@ -41,7 +41,7 @@ def not_differentiable(case: Case) -> Iterator[Answer]:
         )
 
 
-def repeatable(case: Case) -> Iterator[Answer]:
+def repeatable(case: Case) -> Answers:
     """Calls with the same arguments that differ: by written arguments, randomness or state.
 
     Stores whether it draws random numbers, and what counts as rounding in it, in the case.
@@ -112,7 +112,7 @@ def by_position(case: Case) -> Iterator[Cause]:
 _ORDERS = 8
 
 
-def same_bits(case: Case) -> Iterator[Answer]:
+def same_bits(case: Case) -> Answers:
     """Whether a step is bitwise reproducible: for the same micro-batches, in any order."""
     probe, program = case.probe, case.probe.program
     if probe.has_state:

@@ -1,11 +1,11 @@
 """Counts as totals=: what several terms are divided by, and totals that a step has already."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from funcga._backend.prefixes import leaf_paths
-from funcga.tools.verify.causes import Answer, cause
+from funcga.tools.verify.causes import Answers, cause
 from funcga.tools.verify.causes.lines import signature
 from funcga.tools.verify.counted import Count
 from funcga.tools.verify.exact import Case
@@ -39,7 +39,7 @@ def totals_line(probe: Probe, chosen: Sequence[Count], has_sum: bool) -> dict[st
 # --- totals that a step has already
 
 
-def of_totals(case: Case) -> Iterator[Answer]:
+def of_totals(case: Case) -> Answers:
     """Totals that do not add up, by which a loss is divided twice, or that make it NaN if 0."""
     probe = case.probe
     if probe.counting is None:
@@ -65,7 +65,7 @@ def of_totals(case: Case) -> Iterator[Answer]:
                 break
 
 
-def _divided_twice(probe: Probe, paths: Sequence[str]) -> Iterator[Answer]:
+def _divided_twice(probe: Probe, paths: Sequence[str]) -> Answers:
     # Twice the totals halve what is divided by them.
     halved = probe.with_totals([2] * len(paths))
     for i in probe.additive():

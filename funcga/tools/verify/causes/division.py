@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from funcga._fold import has_no_axes
-from funcga.tools.verify.causes import Answer, cause, note
+from funcga.tools.verify.causes import Answer, Answers, cause, note
 from funcga.tools.verify.exact import Case, largest, relative
 
 
-def divided_by_n(case: Case) -> Iterator[Answer]:
+def divided_by_n(case: Case) -> Answers:
     """A loss that is divided by the number of micro-batches; a note if the number may equal n by
     chance.
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from funcga.tools.verify.causes import Answer, Cause, cause, note, stop
+from funcga.tools.verify.causes import Answer, Answers, Cause, cause, note, stop
 from funcga.tools.verify.causes.calls import by_position
 from funcga.tools.verify.causes.counts import totals_line
 from funcga.tools.verify.causes.groups import Evidence
@@ -189,7 +189,7 @@ def _not_additive(evidence: Evidence) -> Iterator[Cause]:
 # --- a weight that is 0
 
 
-def all_weightless(case: Case) -> Iterator[Answer]:
+def all_weightless(case: Case) -> Answers:
     """A weight of 0 for all rows, although the loss is not 0."""
     probe = case.probe
     leaves = zip(probe.folds, probe.whole, strict=True)
@@ -199,7 +199,7 @@ def all_weightless(case: Case) -> Iterator[Answer]:
         yield stop()
 
 
-def weightless_rows(case: Case) -> Iterator[Answer]:
+def weightless_rows(case: Case) -> Answers:
     """Rows of weight 0 whose gradient is not 0, in a step that is exact wherever no micro-batch
     consists of such rows alone.
     """

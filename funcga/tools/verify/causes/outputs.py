@@ -3,17 +3,15 @@
 They are as wrong for the whole batch as for a micro-batch, so comparing the two does not show it.
 """
 
-from collections.abc import Iterator
-
 import numpy as np
 
 from funcga.folds import concat
-from funcga.tools.verify.causes import Answer, cause, note, stop
+from funcga.tools.verify.causes import Answers, cause, note, stop
 from funcga.tools.verify.causes.lines import fold_line
 from funcga.tools.verify.exact import Case, is_compared, largest
 
 
-def small_gradients(case: Case) -> Iterator[Answer]:
+def small_gradients(case: Case) -> Answers:
     """Gradients that may be nothing but rounding. If all are below the floor of the limit, the
     floor is lowered.
 
@@ -32,7 +30,7 @@ def small_gradients(case: Case) -> Iterator[Answer]:
         yield note("small gradients", top=top)
 
 
-def per_example(case: Case) -> Iterator[Answer]:
+def per_example(case: Case) -> Answers:
     """Outputs that have a row for each example, added up or joined along another axis.
 
     Further questions are about the step with concat() in its place.
@@ -63,7 +61,7 @@ def per_example(case: Case) -> Iterator[Answer]:
             yield stop()
 
 
-def unused_parameters(case: Case) -> Iterator[Answer]:
+def unused_parameters(case: Case) -> Answers:
     """Parameters that the loss does not use: every gradient is zero, and no output depends on
     them.
     """
@@ -76,7 +74,7 @@ def unused_parameters(case: Case) -> Iterator[Answer]:
         yield cause("params unused", count=len(gradients))
 
 
-def wrong_gradient(case: Case) -> Iterator[Answer]:
+def wrong_gradient(case: Case) -> Answers:
     """A gradient that misses a part of the loss, if there is a second way to compute it.
 
     A part of a loss that leaves the graph is missing from every micro-batch. So the gradient of
@@ -100,7 +98,7 @@ def wrong_gradient(case: Case) -> Iterator[Answer]:
         yield cause(key, where=probe.paths[differences.index(worst)], difference=worst)
 
 
-def remarks(case: Case) -> Iterator[Answer]:
+def remarks(case: Case) -> Answers:
     """Notes about what was not compared."""
     probe = case.probe
     if probe.gradient is None and not probe.gradient_leaves():

@@ -9,11 +9,9 @@ only. With more or fewer rows the loss raises an error, or it treats the first r
 the rest: then the order of the rows makes a difference.
 """
 
-from collections.abc import Iterator
-
 import numpy as np
 
-from funcga.tools.verify.causes import Answer, Cause, cause, note, stop
+from funcga.tools.verify.causes import Answers, Cause, cause, note, stop
 from funcga.tools.verify.causes.groups import Evidence
 from funcga.tools.verify.causes.lines import loss_names
 from funcga.tools.verify.exact import Case, first_line
@@ -94,7 +92,7 @@ def coupled_line(case: Case, summary: str, fold: str = "") -> str:
 # --- a step of `coupled` that knows a number of rows
 
 
-def fixed_number(case: Case) -> Iterator[Answer]:
+def fixed_number(case: Case) -> Answers:
     """A loss that raises an error for the whole batch, but not for a micro-batch; or for any other
     number of rows than that of the batch.
     """
@@ -117,7 +115,7 @@ def fixed_number(case: Case) -> Iterator[Answer]:
         yield stop()
 
 
-def of_order(case: Case) -> Iterator[Answer]:
+def of_order(case: Case) -> Answers:
     """A loss that treats the first rows differently from the rest; a note if it depends on the
     order in another way.
     """

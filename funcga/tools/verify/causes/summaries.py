@@ -4,11 +4,10 @@ Only then can a step of `coupled` differ from the gradient of the whole batch. S
 verified like any other function whose outputs are folded.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 from funcga.folds import mean
-from funcga.tools.verify.causes import Answer, Cause, cause, causes_in, stop
+from funcga.tools.verify.causes import Answers, Cause, cause, causes_in, stop
 from funcga.tools.verify.causes.folds import VAGUE, by_kind, explain, weightless_rows
 from funcga.tools.verify.causes.lines import fold_line
 from funcga.tools.verify.causes.outputs import per_example
@@ -16,7 +15,7 @@ from funcga.tools.verify.exact import Case
 from funcga.tools.verify.probe import Probe
 
 
-def explain_step(case: Case) -> Iterator[Answer]:
+def explain_step(case: Case) -> Answers:
     """The causes if the fold of summaries is not that of the whole batch."""
     # The Case of summary_fn, with the totals of the whole batch.
     step = case.probe
