@@ -245,7 +245,9 @@ def grad(
         >>> gradient(torch.tensor(3.0), torch.ones(4))
         tensor(6.)
     """
-    return _gradient_function(loss_fn, argnums, has_aux, False, scaled)
+    check_callable(loss_fn, "loss_fn", "loss_fn(params, *batch) -> scalar")
+    import_backends()  # no import is left for the first call, which torch.compile may be tracing
+    return GradientFunction(loss_fn, argnums, has_aux, False, scaled)
 
 
 @overload
@@ -289,12 +291,6 @@ def value_and_grad(
         >>> gradient(torch.tensor(3.0), torch.ones(4))  # the same in both frameworks
         (tensor(9.), tensor(6.))
     """
-    return _gradient_function(loss_fn, argnums, has_aux, True, scaled)
-
-
-def _gradient_function(
-    loss_fn: LossFn, argnums: int | tuple[int, ...], has_aux: bool, with_value: bool, scaled: bool
-) -> GradientFunction:
     check_callable(loss_fn, "loss_fn", "loss_fn(params, *batch) -> scalar")
     import_backends()  # no import is left for the first call, which torch.compile may be tracing
-    return GradientFunction(loss_fn, argnums, has_aux, with_value, scaled)
+    return GradientFunction(loss_fn, argnums, has_aux, True, scaled)

@@ -376,12 +376,16 @@ def _merged(
     return folded if replicas is None else merge(outputs, folded, replicas)
 
 
-def _finished(program: Program, outputs: Outputs, folded: Folded, kwargs: Kwargs) -> Result:
-    """What was folded, normalised, in the structure of grad_fn's output."""
+def normalised(outputs: Outputs, folded: Folded) -> tuple[list[Tree], list[Tally]]:
+    """(the reduced leaves, normalised; the tally of each)."""
     tallies = tallies_of(outputs, folded.total, folded.unit)
     triples = zip(outputs.reduced.values(), folded.reduced, tallies, strict=True)
-    normalised = [fold.normalize(leaf, tally) for fold, leaf, tally in triples]
-    parts = normalised, folded.collected, folded.state
+    return [fold.normalize(leaf, tally) for fold, leaf, tally in triples], tallies
+
+
+def _finished(program: Program, outputs: Outputs, folded: Folded, kwargs: Kwargs) -> Result:
+    """What was folded, normalised, in the structure of grad_fn's output."""
+    parts = normalised(outputs, folded)[0], folded.collected, folded.state
     if program.skip is not None:
         parts = program.skip.in_jax.unless_rejected(outputs, folded, *parts)
     result = outputs.join(*parts)

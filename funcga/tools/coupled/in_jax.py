@@ -13,7 +13,7 @@ from funcga._backend import Backend
 from funcga._types import Args, Kwargs, Tree, TreeFn
 from funcga.tools.coupled import SUM, Coupled, Summaries, unused
 from jax_backend import sharding
-from jax_backend.loop import accumulated, fold_batch, tallies_of, tally_of
+from jax_backend.loop import accumulated, fold_batch, normalised, tallies_of, tally_of
 from jax_backend.replicas import replicas_of
 from jax_backend.sharding import Spread
 from jax_backend.transforms import depends
@@ -41,9 +41,7 @@ def _in_two_passes(
 
     # The first pass: the summaries. With one micro-batch, XLA merges both passes.
     outputs, folded, spread = fold_batch(program, backend, spread, args, kwargs)
-    tallies = tallies_of(outputs, folded.total, folded.unit)
-    triples = zip(outputs.reduced.values(), folded.reduced, tallies, strict=True)
-    reduced = [fold.normalize(leaf, tally) for fold, leaf, tally in triples]
+    reduced, tallies = normalised(outputs, folded)
     leaves = outputs.in_order(outputs.join(reduced, folded.collected, folded.state))
     summaries = Summaries(outputs, leaves, dict(zip(outputs.reduced, tallies, strict=True)))
 
