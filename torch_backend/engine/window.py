@@ -82,6 +82,8 @@ class Window(ExitStack):
     # What the last pass started from, and its type, dtype, device, value; set by `backward`.
     cotangent: tuple[tuple[object, ...], Any] = (), None
     writes = 0  # set after each pass: how much has been added to the `.grad`s
+    # The cotangent of the present pass of a wrapped module; set after its forward pass.
+    seed = 0.0
     begun = False  # whether each of the inputs has its sum as its `.grad`
     unreached = False  # whether a loss reached no leaf, though it should have; set by passes
     measuring: Any = None  # set by `folding_of`, with the first loss: what measures the gradients
@@ -234,6 +236,20 @@ class Window(ExitStack):
         values = self._rest(loss, aux, moving)
         if self.measuring is not None:
             values.update(self.measuring.measures(values, weight, seed))
+        sums.add(values, weight)
+
+    def _add(self, loss: torch.Tensor, aux: Tree, weight: Scalar) -> None:
+        """Adds what stands beside the gradients of a micro-batch, which are in the sums, or get
+        there by themselves, and counts it.
+        """
+        sums: Any = self.sums
+        index = sums.folding.loss_alone
+        if index is not None and loss.dtype is self.plan.loss_dtype:
+            sums.add_loss(loss, index, weight, sums.share(weight))
+            return
+        values = self._rest(loss, aux, ())
+        if self.measuring is not None:
+            values.update(self.measuring.measures(values, weight, self.seed))
         sums.add(values, weight)
 
     def _add_gradients(

@@ -90,7 +90,6 @@ class WrappedWindow(Window):
     """
 
     may_communicate = True
-    seed = 0.0  # the cotangent of the present pass; set after its forward pass
     is_last = False  # whether no replica has another pass; set before a backward pass
 
     def __init__(self, owner: WrappedGradient, program: Program, *others: Any):
@@ -215,18 +214,6 @@ class WrappedWindow(Window):
                 self._add(loss, aux, weight)
             if not self.adds_late:
                 self._backward(objective, last)
-
-    def _add(self, loss: torch.Tensor, aux: Tree, weight: Scalar) -> None:
-        """Adds what stands beside the gradients of a micro-batch, and counts it."""
-        sums: Any = self.sums
-        index = sums.folding.loss_alone
-        if index is not None and loss.dtype is self.plan.loss_dtype:
-            sums.add_loss(loss, index, weight, sums.share(weight))
-            return
-        values = self._rest(loss, aux, ())
-        if self.measuring is not None:
-            values.update(self.measuring.measures(values, weight, self.seed))
-        sums.add(values, weight)
 
     def _meet(self, last: bool, is_known: bool = False) -> bool:
         """Waits for the other replicas; whether the pass that comes is the last of all.

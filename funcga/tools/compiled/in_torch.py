@@ -224,12 +224,7 @@ class CompiledWindow(Window):
         self.gradient.reached.add(True)
         if self.sums is None:
             self.sums = self._bind(loss, None)
-        sums, index = self.sums, self.sums.folding.loss_alone
-        share: Any = sums.share(weight)
-        if index is not None and loss.dtype is self.plan.loss_dtype:
-            sums.add_loss(loss, index, weight, share)
-        else:
-            sums.add(self._rest(loss, None, ()), weight)
+        self._add(loss, None, weight)
 
     def _begin(self) -> None:
         """Makes the totals, if nothing else is to see the gradients of a micro-batch, or takes part
