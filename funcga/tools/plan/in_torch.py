@@ -372,8 +372,7 @@ class _Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _storages(tree: Any) -> list[tuple[torch.Tensor, Any]]:
     """(tensor, its storage) of every plain tensor in a tree, and of the shards of DTensors."""
-    leaves = _private.pytree.tree_leaves(tree)
-    tensors = local_tensors([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
+    tensors = local_tensors(trees.tensors_in(tree))
     return [(leaf, leaf.untyped_storage()) for leaf in tensors if leaf.layout is torch.strided]
 
 

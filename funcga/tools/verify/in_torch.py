@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcga._grad import GradientFunction
 from funcga._types import GradFn, Tree
-from torch_backend import arrays, trees
+from torch_backend import trees
 from torch_backend.arrays import recording_loss
 from torch_backend.modules import PureLoss, pure_loss, trainable
 from torch_backend.modules.checks import called, modules_in
@@ -51,7 +51,7 @@ def trace_call(
     """
     with _Watch() as mode:
         output = function(*args, **kwargs)
-    values = [leaf.detach() for leaf in trees.flatten(output)[0] if arrays.is_array(leaf)]
+    values = [tensor.detach() for tensor in trees.tensors_in(output)]
     dtypes = {leaf.dtype for leaf in values} | mode.dtypes
     floats = [dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex]
     eps = [torch.finfo(dtype).eps for dtype in floats]
