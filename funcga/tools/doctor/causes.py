@@ -9,6 +9,7 @@ alike, and their sum, the factor, is 1.
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from funcga.tools.doctor.windows import Finding, Term, Window
@@ -110,17 +111,18 @@ def _of_events(window: Window) -> Iterator[Finding]:
 
 def _of_losses(window: Window, most: int) -> Iterator[Finding]:
     """Whether micro-batches weigh their targets rightly, if their losses are of one kind."""
-    window.unknown = _unreadable(window)
-    if window.unknown:
+    losses = [each.terms for each, _ in window.parts]
+    kinds = {", ".join(term.name for term in terms) for terms in losses}
+    if len({each.steps for each, a in window.parts if a}) > 1:
+        window.unknown = "another optimizer has stepped with some of its gradients"
         return
-    coefficients = [a / window.ranks for _, a in window.parts]
-    positions = zip(*(each.terms for each, _ in window.parts), strict=True)
-    weighing, *others = [_weighing(terms, coefficients) for terms in positions]
+    found = [_judged(window, each, most) for each in _readings(losses)]
+    if not found:
+        window.unknown = f"a loss of {'; '.join(sorted(kinds))} cannot be read as one mean or sum"
+        return
+    weighing, names = min(found, key=lambda each: ("" in each[1], len(each[1])))
     window.factor = weighing.factor
     window.shares, window.of_targets = weighing.shares, weighing.of_targets
-    if any(other.kind != weighing.kind for other in others) or not weighing.factor > 0:
-        window.unknown = "a loss has no targets, or terms that weigh them differently"
-        return
     pairs = zip(weighing.shares, weighing.of_targets, strict=True)
     share, right = max(pairs, key=lambda pair: abs(pair[0] - pair[1]))
     n = len(window.parts) / window.ranks
@@ -133,36 +135,69 @@ def _of_losses(window: Window, most: int) -> Iterator[Finding]:
         "n": round(n),
         "divisor": (n if weighing.is_of_means else weighing.targets) / weighing.factor,
     }
-    for name in _names(weighing, window, n, most):
-        if name:
+    others = [each for _, each in found if "" not in each and each != names]
+    is_sure = not others and (len(found) > 1 or not _repeats(losses))
+    if names and not is_sure:
+        window.unknown = "it may be of several losses, or of several rows"
+    elif "" in names:
+        window.unknown = "losses are multiplied or divided by numbers of their own"
+    for name in names if is_sure else ():
+        if name and (name in NOTES or not window.unknown):
             yield Finding(name, words)
-        else:
-            window.unknown = "losses are multiplied or divided by numbers of their own"
     if window.is_part:
         window.unknown = "other processes are not seen; across=group gathers what they weigh"
 
 
-def _unreadable(window: Window) -> str:
-    """Why the losses of a window are not parts of one batch; "" if they are."""
-    if len({each.steps for each, a in window.parts if a}) > 1:
-        return "another optimizer has stepped with some of its gradients"
-    losses = [each.terms for each, _ in window.parts]
-    kinds = {", ".join(term.name for term in terms) for terms in losses}
-    # Terms that are alike may be of different targets.
-    is_twice = len({(term.name, term.factors) for term in losses[0]}) < len(losses[0])
-    if len(kinds) > 1 or is_twice or not all(term.counts for loss in losses for term in loss):
-        return f"a loss of {'; '.join(kinds)} cannot be read as one mean or sum"
-    return ""
+Losses = Sequence[Sequence[Term]]  # the terms of each micro-batch
+
+
+def _readings(losses: Losses) -> Iterator[Losses]:
+    """Losses as they are, and with terms of one head as one, such as chunks of a sequence."""
+    chunked = [[*_joined(terms)] for terms in losses] if _repeats(losses) else losses
+    for each in (losses, chunked) if chunked is not losses else (losses,):
+        is_one_kind = len({tuple(term.name for term in terms) for terms in each}) == 1
+        if is_one_kind and all(term.counts for terms in each for term in terms):
+            yield each
+
+
+def _repeats(losses: Losses) -> bool:
+    return any(len({(t.name, t.head) for t in terms}) < len(terms) for terms in losses)
+
+
+def _joined(terms: Sequence[Term]) -> Iterator[Term]:
+    heads: dict[object, list[Term]] = {}
+    for term in terms:
+        heads.setdefault((term.name, term.head), []).append(term)
+    for first, *rest in heads.values():
+        whole = [first, *rest]
+        if all(term.counts and _close(term.each, first.each) for term in whole):
+            sums = tuple(map(math.fsum, zip(*(term.counts[0] for term in whole), strict=True)))
+            yield replace(first, counts=(sums,)) if rest else first
+        else:
+            yield Term("several means")
 
 
 class Weighing(NamedTuple):
-    """How micro-batches weigh their targets."""
+    """How the terms at one place of the losses of micro-batches weigh their targets."""
 
     terms: Sequence[Term]
     masses: Sequence[float]
-    shares: tuple[float, ...]
-    of_targets: tuple[float, ...]
-    targets: float
+    counts: Sequence[float]
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """Of each micro-batch in the gradient."""
+        return _parts(self.masses)
+
+    @property
+    def of_targets(self) -> tuple[float, ...]:
+        """The share of each in the targets."""
+        return _parts(self.counts)
+
+    @property
+    def targets(self) -> float:
+        """How many there are."""
+        return math.fsum(self.counts)
 
     @property
     def factor(self) -> float:
@@ -179,10 +214,9 @@ class Weighing(NamedTuple):
         """Whether every target weighs the same."""
         return all(map(_close, self.shares, self.of_targets))
 
-    @property
-    def kind(self) -> tuple[bool, bool]:
-        """Whether all weigh alike, and whether the loss is a mean."""
-        return self.is_even, self.terms[0].is_mean
+
+def _parts(values: Sequence[float]) -> tuple[float, ...]:
+    return tuple(each / (math.fsum(values) or math.nan) for each in values)
 
 
 def _weighing(terms: Sequence[Term], coefficients: Sequence[float]) -> Weighing:
@@ -194,13 +228,30 @@ def _weighing(terms: Sequence[Term], coefficients: Sequence[float]) -> Weighing:
             coefficient * term.each * weight if weight else 0.0
             for coefficient, term, (weight, _) in zip(coefficients, terms, pairs, strict=True)
         ]
-        counts = [targets for _, targets in pairs]
-        shares, of_targets = (
-            tuple(each / (math.fsum(values) or math.nan) for each in values)
-            for values in (masses, counts)
-        )
-        found.append(Weighing(terms, masses, shares, of_targets, math.fsum(counts)))
+        found.append(Weighing(terms, masses, [targets for _, targets in pairs]))
     return min(found, key=lambda each: (not each.is_even, _off(each.factor)))
+
+
+def _judged(window: Window, losses: Losses, most: int) -> tuple[Weighing, tuple[str, ...]]:
+    """How the worst of the terms of losses weigh their targets, and what is wrong with them; "" for
+    something that cannot be told.
+    """
+    coefficients = [a / window.ranks for _, a in window.parts]
+    weighings = [_weighing(terms, coefficients) for terms in zip(*losses, strict=True)]
+    # Beside a term that is right, others may have a weight of their own.
+    base = next((each.terms[0].factor for each in weighings if _close(each.factor, 1)), None)
+    n = len(window.parts) / window.ranks
+    found = [tuple(_names(each, window, n, most, base)) for each in weighings]
+    if any(each and "" not in each for each in found):
+        found = [
+            () if each.terms[0].is_penalty else names
+            for each, names in zip(weighings, found, strict=True)
+        ]
+    worst = max(range(len(found)), key=lambda i: (len(found[i]), _off(weighings[i].factor)))
+    names = dict.fromkeys(name for each in found for name in each)
+    if "constant factor" in names and len(names) > 1:
+        names = {"": None}  # what else is wrong may come of what a term is multiplied by
+    return weighings[worst], tuple(names)
 
 
 def _close(a: float, b: float) -> bool:
@@ -216,22 +267,30 @@ def _off(factor: float) -> float:
     return abs(math.log(factor)) if 0 < factor < math.inf else 0.0
 
 
-def _names(weighing: Weighing, window: Window, n: float, most: int) -> Iterator[str]:
-    """What is wrong; "" for something that cannot be told."""
+def _names(
+    weighing: Weighing, window: Window, n: float, most: int, base: float | None
+) -> Iterator[str]:
+    """What is wrong with one of several terms; "" for something that cannot be told."""
     if any(name not in NOTES for name, _ in window.findings):
         return  # an event has a name already
+    factor, term = weighing.factor, weighing.terms[0]
     places = Counter(each.place for each, _ in window.parts)
-    is_exact = math.isclose(weighing.factor, 1, rel_tol=max(window.precision, 1e-4))
-    if not _alike([a for _, a in window.parts]):
+    is_exact = math.isclose(factor, 1, rel_tol=max(window.precision, 1e-4))
+    if not factor > 0:
+        yield ""
+    elif not _alike([a for _, a in window.parts]):
         yield "scaled inside the window"
-    elif len(places) > 1 and weighing.is_of_means and _close(weighing.factor, len(places)):
+    elif len(places) > 1 and weighing.is_of_means and _close(factor, len(places)):
         # A discriminator's losses, on real and on false data, are not parts of one batch.
         yield "two losses" if len({*places.values()}) == 1 else "not divided"
     else:
         if not weighing.is_even:
             yield _name_of_uneven(weighing, window, is_exact and len(places) < n)
-        if not (is_exact or window.is_part):
-            yield from _names_of_factor(weighing, window, n, most)
+        elif is_exact and n == 2 and 0.5 in term.factors and weighing.is_of_means:
+            yield ""  # half of a squared error, or a division by n
+        is_weight = base and _close(factor, term.factor / base)
+        if not (is_exact or is_weight or window.is_part):
+            yield _name_of_factor(weighing, window, n, most)
 
 
 def _name_of_uneven(weighing: Weighing, window: Window, is_weighed: bool) -> str:
@@ -240,38 +299,46 @@ def _name_of_uneven(weighing: Weighing, window: Window, is_weighed: bool) -> str
     is_between = len({*zip(ranks, weighing.of_targets, strict=True)}) == len({*ranks}) > 1
     if _alike(weighing.masses):
         return "ranks weigh the same" if is_between else "uneven tokens"
-    return "wrong weight" if is_weighed and len(weighing.terms[0].counts) == 1 else ""
+    is_plain = len(weighing.terms[0].counts) == 1 and not weighing.terms[0].own
+    return "wrong weight" if is_weighed and is_plain else ""
 
 
-def _names_of_factor(weighing: Weighing, window: Window, n: float, most: int) -> Iterator[str]:
+def _name_of_factor(weighing: Weighing, window: Window, n: float, most: int) -> str:
+    """Why a gradient is off by a factor; "" if that cannot be told."""
     factor, term = weighing.factor, weighing.terms[0]
-    own, counts = abs(math.prod(term.factors)), {count for pair in term.counts for count in pair}
-    is_sum = own > 1 and any(_close(own, count) for count in counts)  # a mean, times its rows
+    own, counts = term.factor, {count for pair in term.counts for count in pair}
     if _close(factor, window.by_hand):
-        yield "scaled by hand"
-    elif weighing.is_of_means and not is_sum:
-        yield _name_of_division(n, factor, term.outer, most)
-    elif weighing.is_even:
-        # A sum may be divided by nothing, or by rows of several features.
-        is_own = factor > 2.5 or _close(factor, own)
-        of_tokens = "another count" if term.name.startswith("NllLoss") else ""
-        name = "constant factor" if is_own else of_tokens
-        yield "divided twice" if n > 1 and _close(factor, 1 / n) else name
+        return "scaled by hand"
+    if _close(abs(term.each), 1) or (own > 1 and any(_close(own, count) for count in counts)):
+        return "constant factor"  # a sum that nothing divides
+    # A factor may be a division by n, or undo one.
+    if term.own or (n > 1 and any(_close(f, n) or _close(f * n, 1) for f in term.factors)):
+        return ""
+    if weighing.is_of_means:
+        return _name_of_division(n, own, term.outer, most)
+    if not weighing.is_even or _close(2 * factor, own):
+        return ""
+    if n > 1 and _close(factor, own / n):
+        return "divided twice"
+    if _close(factor, own) or _close(factor, own * term.features):
+        return "constant factor"
+    return "another count" if term.name in ("LogSoftmax", "NllLoss") else ""
 
 
-def _name_of_division(n: float, factor: float, outer: float, most: int) -> str:
+def _name_of_division(n: float, own: float, outer: float, most: int) -> str:
     """Why the mean of n means is off by a factor; "" if that cannot be told.
 
-    outer: what each mean is divided by; most: the largest n of all windows.
+    own, outer: what each mean is multiplied and divided by; most: the largest n of all windows.
     """
-    if n > 1 and outer == 1:
+    is_short = n < most and _close(outer, most)
+    if _close(outer, n):
+        return "constant factor"  # the weight of the loss
+    if n > 1 and (_close(outer, own) or (outer == 1 and own < 1)):
         return "not divided"
-    if not _close(outer, round(outer)) or not _close(outer, n / factor):
-        return "constant factor"
-    if n < most and _close(outer, most):
+    if n > 1 and _close(outer, n * n) and not is_short:
+        return "divided twice"
+    if is_short and _close(own, 1):
         return "short window"
-    if _close(outer, 2 * n):
+    if not _close(own, 1) or not _close(outer, round(outer)) or _close(outer, 2 * n):
         return ""  # half of a squared error is as common
-    if most == 1:
-        return "stepped too often"
-    return "divided twice" if _close(outer, n * n) else "divided by another n"
+    return "stepped too often" if most == 1 else "divided by another n"

@@ -16,14 +16,24 @@ class Term:
         name: Of what is summed: an operation of autograd, such as "NllLoss". Without counts,
             reading ended there.
         factors: What it is multiplied by on its way to the loss.
-        divisors: What it is divided by.
+        divisors: What it is divided by, other than by means.
+        size: Of how many elements means are taken.
+        own: How many tensors its elements are multiplied by that are no masks.
+        head: Of which parameter its scores are.
+        features: How many elements the rows of these have.
+        is_penalty: Whether it depends on parameters alone.
         counts: Pairs of the sum of the weights of its elements, and what may be meant by the number
-            of targets: elements that no mask hides, the weights themselves, or all elements.
+            of targets: elements that no mask hides, or all elements.
     """
 
     name: str = ""
     factors: tuple[Number, ...] = ()
     divisors: tuple[Number, ...] = ()
+    size: float = 1.0
+    own: Number = 0.0
+    head: int = 0
+    features: float = 1.0
+    is_penalty: bool = False
     counts: tuple[tuple[Number, Number], ...] = ()
 
     def times(self, *factors: Number) -> "Term":
@@ -36,25 +46,33 @@ class Term:
 
     def plain(self) -> "Term":
         """It with floats, for which this waits."""
-        return Term(self.name, *map(_plain, (self.factors, self.divisors, self.counts)))
+        numbers = {
+            name: _plain(getattr(self, name)) for name in ("factors", "divisors", "own", "counts")
+        }
+        return replace(self, **numbers)
 
     @property
-    def each(self) -> float:
+    def factor(self) -> float:
+        """What it is multiplied by, without its sign."""
+        return abs(math.prod(self.factors))
+
+    @property
+    def each(self) -> Number:
         """The factor with which each target enters the loss."""
-        divisor = math.prod(self.divisors)
-        return math.prod(self.factors) / divisor if divisor else math.nan
-
-    @property
-    def is_mean(self) -> bool:
-        """Whether it is divided by more than its factors say."""
-        return self.outer != math.prod(self.divisors)
+        return math.prod(self.factors) / (math.prod(self.divisors) * self.size)
 
     @property
     def outer(self) -> float:
         """What it is divided by, but for its own count: the number of micro-batches, if that."""
         counts = {count for pair in self.counts for count in pair}
-        own = [d for d in self.divisors if any(math.isclose(d, count) for count in counts)]
-        return math.prod(self.divisors) / (own[0] if own and own[0] else 1.0)
+        divisors = (self.size, *self.divisors)
+        own = [d for d in divisors if any(math.isclose(d, count) for count in counts)]
+        return math.prod(divisors) / (own[0] if own and own[0] else 1.0)
+
+    @property
+    def is_mean(self) -> bool:
+        """Whether it is divided by its own count."""
+        return self.outer != self.size * math.prod(self.divisors)
 
 
 def _plain(numbers: Any) -> Any:
