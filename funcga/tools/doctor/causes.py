@@ -111,38 +111,28 @@ def _of_events(window: Window) -> Iterator[Finding]:
 
 def _of_losses(window: Window, most: int) -> Iterator[Finding]:
     """Whether micro-batches weigh their targets rightly, if their losses are of one kind."""
-    losses = [each.terms for each, _ in window.parts]
-    kinds = {", ".join(term.name for term in terms) for terms in losses}
     if len({each.steps for each, a in window.parts if a}) > 1:
         window.unknown = "another optimizer has stepped with some of its gradients"
         return
-    found = [_judged(window, each, most) for each in _readings(losses)]
-    if not found:
-        window.unknown = f"a loss of {'; '.join(sorted(kinds))} cannot be read as one mean or sum"
-        return
-    weighing, names = min(found, key=lambda each: ("" in each[1], len(each[1])))
-    window.factor = weighing.factor
-    window.shares, window.of_targets = weighing.shares, weighing.of_targets
-    pairs = zip(weighing.shares, weighing.of_targets, strict=True)
-    share, right = max(pairs, key=lambda pair: abs(pair[0] - pair[1]))
-    n = len(window.parts) / window.ranks
-    words: dict[str, object] = {
-        "window": window.number,
-        "factor": weighing.factor,
-        "share": share,
-        "right": right,
-        "total": weighing.targets,
-        "n": round(n),
-        "divisor": (n if weighing.is_of_means else weighing.targets) / weighing.factor,
-    }
-    others = [each for _, each in found if "" not in each and each != names]
-    is_sure = not others and (len(found) > 1 or not _repeats(losses))
-    if names and not is_sure:
-        window.unknown = "it may be of several losses, or of several rows"
-    elif "" in names:
-        window.unknown = "losses are multiplied or divided by numbers of their own"
-    for name in names if is_sure else ():
-        if name and (name in NOTES or not window.unknown):
+    weighing, names, window.unknown = _best(window, most)
+    if weighing is not None:
+        window.factor = weighing.factor
+        window.shares, window.of_targets = weighing.shares, weighing.of_targets
+        share, right = max(
+            zip(weighing.shares, weighing.of_targets, strict=True),
+            key=lambda pair: abs(pair[0] - pair[1]),
+        )
+        n = len(window.parts) / window.ranks
+        words: dict[str, object] = {
+            "window": window.number,
+            "factor": weighing.factor,
+            "share": share,
+            "right": right,
+            "total": weighing.targets,
+            "n": round(n),
+            "divisor": (n if weighing.is_of_means else weighing.targets) / weighing.factor,
+        }
+        for name in names:
             yield Finding(name, words)
     if window.is_part:
         window.unknown = "other processes are not seen; across=group gathers what they weigh"
@@ -151,28 +141,48 @@ def _of_losses(window: Window, most: int) -> Iterator[Finding]:
 Losses = Sequence[Sequence[Term]]  # the terms of each micro-batch
 
 
-def _readings(losses: Losses) -> Iterator[Losses]:
-    """Losses as they are, and with terms of one head as one, such as chunks of a sequence."""
-    chunked = [[*_joined(terms)] for terms in losses] if _repeats(losses) else losses
-    for each in (losses, chunked) if chunked is not losses else (losses,):
-        is_one_kind = len({tuple(term.name for term in terms) for terms in each}) == 1
-        if is_one_kind and all(term.counts for terms in each for term in terms):
-            yield each
+def _best(window: Window, most: int) -> tuple["Weighing | None", tuple[str, ...], str]:
+    """How losses weigh their targets, what is wrong, and what cannot be told. Terms of one head are
+    several losses, or chunks of one: either may be exact.
+    """
+    losses = [each.terms for each, _ in window.parts]
+    whole = [[*_joined(terms)] for terms in losses]
+    found = [_judged(window, each, most) for each in (whole, losses) if _is_readable(each)]
+    if not found:
+        kinds = {", ".join(term.name for term in terms) for terms in losses}
+        text = f"a loss of {'; '.join(sorted(kinds))} cannot be read as one mean or sum"
+        return None, (), text
+    weighing, names = min(found, key=lambda each: ("" in each[1], len(each[1])))
+    if names and (
+        len({each for _, each in found if "" not in each}) > 1 or not _is_readable(whole)
+    ):
+        return weighing, (), "it may be of several losses, or of several rows"
+    if "" in names:
+        certain = tuple(name for name in names if name in _CERTAIN)
+        return weighing, certain, "losses are multiplied or divided by numbers of their own"
+    return weighing, names, ""
 
 
-def _repeats(losses: Losses) -> bool:
-    return any(len({(t.name, t.head) for t in terms}) < len(terms) for terms in losses)
+_CERTAIN = ("uneven tokens", "ranks weigh the same")  # whatever else is wrong
+
+
+def _is_readable(losses: Losses) -> bool:
+    is_one_kind = len({tuple(term.name for term in terms) for terms in losses}) == 1
+    return is_one_kind and all(term.counts for terms in losses for term in terms)
 
 
 def _joined(terms: Sequence[Term]) -> Iterator[Term]:
+    """Terms, with one for those that are sums of one kind."""
     heads: dict[object, list[Term]] = {}
     for term in terms:
         heads.setdefault((term.name, term.head), []).append(term)
     for first, *rest in heads.values():
-        whole = [first, *rest]
-        if all(term.counts and _close(term.each, first.each) for term in whole):
-            sums = tuple(map(math.fsum, zip(*(term.counts[0] for term in whole), strict=True)))
-            yield replace(first, counts=(sums,)) if rest else first
+        if not rest:
+            yield first
+        elif all(term.counts and _close(term.each, first.each) for term in (first, *rest)):
+            pairs = (term.counts[0] for term in (first, *rest))
+            weights, targets = map(math.fsum, zip(*pairs, strict=True))
+            yield replace(first, counts=((weights, targets),))
         else:
             yield Term("several means")
 
@@ -241,7 +251,9 @@ def _judged(window: Window, losses: Losses, most: int) -> tuple[Weighing, tuple[
     # Beside a term that is right, others may have a weight of their own.
     base = next((each.terms[0].factor for each in weighings if _close(each.factor, 1)), None)
     n = len(window.parts) / window.ranks
-    found = [tuple(_names(each, window, n, most, base)) for each in weighings]
+    found: list[tuple[str, ...]] = [()] * len(weighings)
+    if all(name in NOTES for name, _ in window.findings):  # an event has a name already
+        found = [tuple(_names(each, window, n, most, base)) for each in weighings]
     if any(each and "" not in each for each in found):
         found = [
             () if each.terms[0].is_penalty else names
@@ -271,26 +283,22 @@ def _names(
     weighing: Weighing, window: Window, n: float, most: int, base: float | None
 ) -> Iterator[str]:
     """What is wrong with one of several terms; "" for something that cannot be told."""
-    if any(name not in NOTES for name, _ in window.findings):
-        return  # an event has a name already
-    factor, term = weighing.factor, weighing.terms[0]
     places = Counter(each.place for each, _ in window.parts)
-    is_exact = math.isclose(factor, 1, rel_tol=max(window.precision, 1e-4))
-    if not factor > 0:
+    is_exact = math.isclose(weighing.factor, 1, rel_tol=max(window.precision, 1e-4))
+    if not weighing.factor > 0:
         yield ""
     elif not _alike([a for _, a in window.parts]):
         yield "scaled inside the window"
-    elif len(places) > 1 and weighing.is_of_means and _close(factor, len(places)):
+    elif len(places) > 1 and weighing.is_of_means and _close(weighing.factor, len(places)):
         # A discriminator's losses, on real and on false data, are not parts of one batch.
         yield "two losses" if len({*places.values()}) == 1 else "not divided"
     else:
         if not weighing.is_even:
             yield _name_of_uneven(weighing, window, is_exact and len(places) < n)
-        elif is_exact and n == 2 and 0.5 in term.factors and weighing.is_of_means:
+        if is_exact and n == 2 and weighing.is_of_means and 0.5 in weighing.terms[0].factors:
             yield ""  # half of a squared error, or a division by n
-        is_weight = base and _close(factor, term.factor / base)
-        if not (is_exact or is_weight or window.is_part):
-            yield _name_of_factor(weighing, window, n, most)
+        if not (is_exact or window.is_part):
+            yield from _names_of_factor(weighing, window, n, most, base)
 
 
 def _name_of_uneven(weighing: Weighing, window: Window, is_weighed: bool) -> str:
@@ -303,21 +311,33 @@ def _name_of_uneven(weighing: Weighing, window: Window, is_weighed: bool) -> str
     return "wrong weight" if is_weighed and is_plain else ""
 
 
-def _name_of_factor(weighing: Weighing, window: Window, n: float, most: int) -> str:
-    """Why a gradient is off by a factor; "" if that cannot be told."""
+def _names_of_factor(
+    weighing: Weighing, window: Window, n: float, most: int, base: float | None
+) -> Iterator[str]:
+    """Why a gradient is off by a factor. base: the weight of another term, which is right."""
     factor, term = weighing.factor, weighing.terms[0]
     own, counts = term.factor, {count for pair in term.counts for count in pair}
+    is_sum = _close(abs(term.each), 1) or any(_close(own, count) for count in counts)
     if _close(factor, window.by_hand):
-        return "scaled by hand"
-    if _close(abs(term.each), 1) or (own > 1 and any(_close(own, count) for count in counts)):
-        return "constant factor"  # a sum that nothing divides
-    # A factor may be a division by n, or undo one.
-    if term.own or (n > 1 and any(_close(f, n) or _close(f * n, 1) for f in term.factors)):
-        return ""
-    if weighing.is_of_means:
-        return _name_of_division(n, own, term.outer, most)
-    if not weighing.is_even or _close(2 * factor, own):
-        return ""
+        yield "scaled by hand"
+    elif base and _close(factor, own / base):
+        return
+    elif is_sum and max(counts) > 1:
+        yield "constant factor"  # nothing divides it
+    elif term.own or (n > 1 and any(_close(f, n) or _close(f * n, 1) for f in term.factors)):
+        yield ""  # the factor may be a division by n, or undo one
+    elif weighing.is_of_means:
+        yield _name_of_division(n, own, term.outer, most)
+    else:
+        yield _name_of_sum(weighing, n) if weighing.is_even else ""
+
+
+def _name_of_sum(weighing: Weighing, n: float) -> str:
+    """Why a sum is divided wrongly; "" if that cannot be told."""
+    factor, term = weighing.factor, weighing.terms[0]
+    own = term.factor
+    if _close(2 * factor, own):
+        return ""  # half of a squared error
     if n > 1 and _close(factor, own / n):
         return "divided twice"
     if _close(factor, own) or _close(factor, own * term.features):
@@ -330,15 +350,14 @@ def _name_of_division(n: float, own: float, outer: float, most: int) -> str:
 
     own, outer: what each mean is multiplied and divided by; most: the largest n of all windows.
     """
-    is_short = n < most and _close(outer, most)
-    if _close(outer, n):
-        return "constant factor"  # the weight of the loss
     if n > 1 and (_close(outer, own) or (outer == 1 and own < 1)):
         return "not divided"
-    if n > 1 and _close(outer, n * n) and not is_short:
+    if n < most and _close(outer, most):
+        return "short window" if _close(own, 1) else ""
+    if n > 1 and _close(outer, n * n):
         return "divided twice"
-    if is_short and _close(own, 1):
-        return "short window"
+    if _close(outer, n):
+        return "constant factor"  # the weight of the loss
     if not _close(own, 1) or not _close(outer, round(outer)) or _close(outer, 2 * n):
         return ""  # half of a squared error is as common
     return "stepped too often" if most == 1 else "divided by another n"

@@ -26,7 +26,7 @@ Read = tuple[Edge, Term, Weights]  # the term has the scalars on the way from th
 # Operations that leave the values of a loss as they are, and their number.
 _SAME = re.compile("ToCopy|Clone|(Unsafe)?View|(Reshape)?Alias|(Un)?[Ss]queeze|_DDPSink")
 # Those that move elements, and those that leave some of them out.
-_MOVES = re.compile("T|Transpose|Permute|Cat|Stack")
+_MOVES = ("T", "Transpose", "Permute", "Cat", "Stack")
 _SELECTS = re.compile(
     "MaskedFill|Where|MaskedSelect|Select|Slice|Split(WithSizes)?|Unbind|Expand|Diagonal|Nansum"
 )
@@ -105,20 +105,16 @@ def _below(edge: Edge, above: Term, weights: Weights) -> list[Read] | None:
         ratio = _size(below[0]) / _size(edge)
         if ratio > 1 and ratio == _classes(below[0]):
             return None
-        if name == "Mean":
+        if name == "Mean":  # its own function divides again
             above = replace(above, size=above.size * ratio)
             weights = None if weights is None else weights * ratio
-    elif not (_SAME.fullmatch(name) or (_MOVES.fullmatch(name) and weights is None)):
-        if not _is_linear(edge):
-            return None
-        weights = _ones(edge) if weights is None else weights
-    if weights is None:
+    elif _SAME.fullmatch(name):
+        return [(below[0], above, _fitted(weights, below[0]))]
+    elif not _is_linear(edge):
+        return None
+    if weights is None and name in ("Sum", "Mean", *_MOVES):
         return [(each, above, None) for each in below]
-    if sum(map(_size, below)) > ELEMENTS:
-        raise RuntimeError
-    # A cast back to 16 bits would round.
-    given = (weights,) if _SAME.fullmatch(name) else _through(edge, weights)
-    pairs = zip(node.next_functions, given, strict=False)
+    pairs = zip(node.next_functions, _through(edge, weights), strict=False)
     return [
         (each, above, _fitted(given, each))
         for each, given in pairs
@@ -170,16 +166,19 @@ def _is_linear(edge: Edge) -> bool:
         return all(i is None or i.dtype == torch.bool for i in _saved(node, "indices"))
     if name in _PRODUCTS:  # as einsum has those of vectors
         return _size(edge) == (_shape(edge)[0] if name == "Bmm" else 1) and len(below) == 1
-    is_known = _MOVES.fullmatch(name) or _SELECTS.fullmatch(name)
+    is_known = name in _MOVES or _SELECTS.fullmatch(name)
     return bool(is_known) and not (name == "Where" and len(below) > 1)
 
 
-def _through(edge: Edge, weights: torch.Tensor) -> tuple[Weights, ...]:
+def _through(edge: Edge, weights: Weights) -> tuple[Weights, ...]:
     """The weights of the inputs of a linear node, which its own function computes."""
     node, index = edge
+    if sum(map(_size, _inputs(node))) > ELEMENTS:
+        raise RuntimeError
     for name in dir(node):
         if name.startswith("_raw_saved_"):
             _saved(node, name.removeprefix("_raw_saved_"))  # refuses what a hook has packed
+    weights = _ones(edge) if weights is None else weights
     outputs = node._input_metadata
     if _name(node) in _PRODUCTS:
         weights = weights.to(outputs[index].dtype)
@@ -207,10 +206,8 @@ def _ones(edge: Edge) -> torch.Tensor:
 def _scores(edge: Edge) -> Any:
     """The node that scores come from, without what leaves their values as they are."""
     node, _ = edge
-    while len(_inputs(node)) == 1 and re.fullmatch(
-        f"{_SAME.pattern}|Neg|T|Transpose|Permute", _name(node)
-    ):
-        ((node, _),) = _inputs(node)
+    while _SAME.fullmatch(_name(node)) or _name(node) in ("Neg", *_MOVES[:3]):
+        node, _ = _inputs(node)[0]
     return node
 
 
@@ -227,26 +224,25 @@ def _of_scores(edge: Edge, above: Term, weights: Weights) -> Read:
     a weight for each row: losses with the same scores are of the same targets.
     """
     node, _ = edge
-    name, below = _name(node), _inputs(node)
-    if name.startswith("NllLoss") and _saved(node, "weight") is None:
+    name, below = _name(node).removesuffix("2D"), _inputs(node)
+    if name == "NllLoss":
         hits = (_saved(node, "target") != _ignored(node)).double()
         weights = hits if weights is None else hits * weights.reshape(hits.shape)
         above = above.times(-1.0)
         if _saved(node, "reduction") == _MEAN:
             above = above.over(hits.sum())
-    source = edge if name == "LogSoftmax" else (below or [edge])[0]
-    classes, scores = _classes(source), _scores(source)
-    if name in ("Mul", "LogSoftmax") and classes:
-        shape, dim = _shape((scores, 0)), _signed(_saved(scores, "dim"))
+    source = edge if name == "LogSoftmax" or not below else below[0]
+    classes = _classes(source)
+    if not classes or name not in ("Mul", "LogSoftmax", "Sum", "Mean", "Gather", "NllLoss"):
+        return edge, above, weights
+    scores = _scores(source)
+    if name == "Sum":
+        above = above.times(float(classes))
+    if name in ("Mul", "LogSoftmax"):
         weights = _ones(edge) if weights is None else weights
-        weights = weights if name != "Mul" else weights * _constant(node)
-        weights = weights.reshape(shape).sum(dim)
-    elif name == "Sum":
-        above = above.times(float(classes or 1))
-    elif not (name in ("Mean", "Gather") or name.startswith("NllLoss")):
-        return edge, above, weights
-    if not classes:
-        return edge, above, weights
+        weights = weights * _constant(node) if name == "Mul" else weights
+        dim = _signed(_saved(scores, "dim"))
+        weights = weights.reshape(_shape((scores, 0))).sum(dim)
     return (scores, 0), above, None if weights is None else weights.flatten()
 
 
