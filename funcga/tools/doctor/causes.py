@@ -149,21 +149,18 @@ def _best(window: Window, most: int) -> tuple["Weighing | None", tuple[str, ...]
     whole = [[*_joined(terms)] for terms in losses]
     found = [_judged(window, each, most) for each in (whole, losses) if _is_readable(each)]
     if not found:
-        kinds = {", ".join(term.name for term in terms) for terms in losses}
-        text = f"a loss of {'; '.join(sorted(kinds))} cannot be read as one mean or sum"
-        return None, (), text
+        return None, (), f"a loss of {_kinds(losses)} cannot be read as one mean or sum"
     weighing, names = min(found, key=lambda each: ("" in each[1], len(each[1])))
     if names and (
         len({each for _, each in found if "" not in each}) > 1 or not _is_readable(whole)
     ):
         return weighing, (), "it may be of several losses, or of several rows"
-    if "" in names:
-        certain = tuple(name for name in names if name in _CERTAIN)
-        return weighing, certain, "losses are multiplied or divided by numbers of their own"
-    return weighing, names, ""
+    unknown = "losses are multiplied or divided by numbers of their own" if "" in names else ""
+    return weighing, tuple(filter(None, names)), unknown
 
 
-_CERTAIN = ("uneven tokens", "ranks weigh the same")  # whatever else is wrong
+def _kinds(losses: Losses) -> str:
+    return "; ".join(sorted({", ".join(term.name for term in terms) for terms in losses}))
 
 
 def _is_readable(losses: Losses) -> bool:
@@ -248,22 +245,20 @@ def _judged(window: Window, losses: Losses, most: int) -> tuple[Weighing, tuple[
     """
     coefficients = [a / window.ranks for _, a in window.parts]
     weighings = [_weighing(terms, coefficients) for terms in zip(*losses, strict=True)]
+    worst = max(weighings, key=lambda each: (not each.is_even, _off(each.factor)))
+    if any(name not in NOTES for name, _ in window.findings):
+        return worst, ()  # an event has a name already
+    if not all(each.factor > 0 for each in weighings):
+        return worst, ("",)
     # Beside a term that is right, others may have a weight of their own.
     base = next((each.terms[0].factor for each in weighings if _close(each.factor, 1)), None)
     n = len(window.parts) / window.ranks
-    found: list[tuple[str, ...]] = [()] * len(weighings)
-    if all(name in NOTES for name, _ in window.findings):  # an event has a name already
-        found = [tuple(_names(each, window, n, most, base)) for each in weighings]
-    if any(each and "" not in each for each in found):
-        found = [
-            () if each.terms[0].is_penalty else names
-            for each, names in zip(weighings, found, strict=True)
-        ]
-    worst = max(range(len(found)), key=lambda i: (len(found[i]), _off(weighings[i].factor)))
-    names = dict.fromkeys(name for each in found for name in each)
+    names = dict.fromkeys(
+        name for each in weighings for name in _names(each, window, n, most, base)
+    )
     if "constant factor" in names and len(names) > 1:
-        names = {"": None}  # what else is wrong may come of what a term is multiplied by
-    return weighings[worst], tuple(names)
+        return worst, ("",)  # what else is wrong may come of what a term is multiplied by
+    return worst, tuple(names)
 
 
 def _close(a: float, b: float) -> bool:
@@ -284,21 +279,20 @@ def _names(
 ) -> Iterator[str]:
     """What is wrong with one of several terms; "" for something that cannot be told."""
     places = Counter(each.place for each, _ in window.parts)
+    is_each = weighing.is_of_means and _close(weighing.factor, len(places)) and len(places) > 1
     is_exact = math.isclose(weighing.factor, 1, rel_tol=max(window.precision, 1e-4))
-    if not weighing.factor > 0:
-        yield ""
-    elif not _alike([a for _, a in window.parts]):
+    if not _alike([a for _, a in window.parts]):
         yield "scaled inside the window"
-    elif len(places) > 1 and weighing.is_of_means and _close(weighing.factor, len(places)):
+    elif is_each:
         # A discriminator's losses, on real and on false data, are not parts of one batch.
         yield "two losses" if len({*places.values()}) == 1 else "not divided"
     else:
         if not weighing.is_even:
             yield _name_of_uneven(weighing, window, is_exact and len(places) < n)
-        if is_exact and n == 2 and weighing.is_of_means and 0.5 in weighing.terms[0].factors:
-            yield ""  # half of a squared error, or a division by n
         if not (is_exact or window.is_part):
             yield from _names_of_factor(weighing, window, n, most, base)
+        elif n == 2 and weighing.is_of_means and 0.5 in weighing.terms[0].factors:
+            yield ""  # half of a squared error, or a division by n
 
 
 def _name_of_uneven(weighing: Weighing, window: Window, is_weighed: bool) -> str:
@@ -324,12 +318,17 @@ def _names_of_factor(
         return
     elif is_sum and max(counts) > 1:
         yield "constant factor"  # nothing divides it
-    elif term.own or (n > 1 and any(_close(f, n) or _close(f * n, 1) for f in term.factors)):
-        yield ""  # the factor may be a division by n, or undo one
+    elif term.own or _may_be_division(term, n):
+        yield ""
     elif weighing.is_of_means:
         yield _name_of_division(n, own, term.outer, most)
     else:
         yield _name_of_sum(weighing, n) if weighing.is_even else ""
+
+
+def _may_be_division(term: Term, n: float) -> bool:
+    """Whether a factor of a loss may be a division by n, or undo one."""
+    return n > 1 and any(_close(each, n) or _close(each * n, 1) for each in term.factors)
 
 
 def _name_of_sum(weighing: Weighing, n: float) -> str:

@@ -101,17 +101,14 @@ def _below(edge: Edge, above: Term, weights: Weights) -> list[Read] | None:
         return _added(edge, above, weights)
     if name in ("Mul", "Div"):
         return _multiplied(edge, above, weights)
-    if name in ("Sum", "Mean"):
-        ratio = _size(below[0]) / _size(edge)
-        if ratio > 1 and ratio == _classes(below[0]):
-            return None
-        if name == "Mean":  # its own function divides again
-            above = replace(above, size=above.size * ratio)
-            weights = None if weights is None else weights * ratio
-    elif _SAME.fullmatch(name):
+    if _SAME.fullmatch(name):
         return [(below[0], above, _fitted(weights, below[0]))]
-    elif not _is_linear(edge):
+    if not _is_linear(edge):
         return None
+    if name == "Mean":  # its own function divides again
+        ratio = _size(below[0]) / _size(edge)
+        above = replace(above, size=above.size * ratio)
+        weights = None if weights is None else weights * ratio
     if weights is None and name in ("Sum", "Mean", *_MOVES):
         return [(each, above, None) for each in below]
     pairs = zip(node.next_functions, _through(edge, weights), strict=False)
@@ -159,9 +156,11 @@ def _multiplied(edge: Edge, above: Term, weights: Weights) -> list[Read] | None:
 
 
 def _is_linear(edge: Edge) -> bool:
-    """Whether a node moves or selects elements, or is a product with a mask."""
+    """Whether a node adds, moves or selects elements, or is a product with a mask."""
     node, _ = edge
     name, below = _name(node), _inputs(node)
+    if name in ("Sum", "Mean"):  # not those over classes
+        return _size(below[0]) != _size(edge) * _classes(below[0])
     if name == "Index":
         return all(i is None or i.dtype == torch.bool for i in _saved(node, "indices"))
     if name in _PRODUCTS:  # as einsum has those of vectors
@@ -230,7 +229,7 @@ def _of_scores(edge: Edge, above: Term, weights: Weights) -> Read:
         weights = hits if weights is None else hits * weights.reshape(hits.shape)
         above = above.times(-1.0)
         if _saved(node, "reduction") == _MEAN:
-            above = above.over(hits.sum())
+            above = above.over(_number(hits.sum()))
     source = edge if name == "LogSoftmax" or not below else below[0]
     classes = _classes(source)
     if not classes or name not in ("Mul", "LogSoftmax", "Sum", "Mean", "Gather", "NllLoss"):
@@ -251,7 +250,10 @@ def _joined(one: Read, other: Read) -> Read:
     edge, above, weights = one
     _, second, others = other
     divisors = tuple((Counter(above.divisors) & Counter(second.divisors)).elements())
-    first, then = (each.each * math.prod(divisors) for each in (above, second))
+    first, then = (
+        math.prod((*each.factors, *divisors)) / math.prod((*each.divisors, each.size))
+        for each in (above, second)
+    )
     above = Term(divisors=divisors, own=above.own + second.own)
     if weights is None and others is None:
         return edge, above.times(first + then), None
@@ -266,7 +268,7 @@ def _term(edge: Edge, above: Term, weights: Weights) -> Term:
     term = replace(above, name=name, head=_head(node))
     reduction = _saved(node, "reduction") if _LOSSES.fullmatch(name) else _NONE
     if not reduction and _is_of_parameters(edge):
-        return replace(term, counts=((above.size, 1.0),), is_penalty=True)
+        return replace(term, counts=((above.size, 1.0),), own=1.0)  # a penalty
     is_read = not isinstance(node, BackwardCFunction) and _saved(node, "weight") is None
     if not is_read or not (shape or reduction):
         return term

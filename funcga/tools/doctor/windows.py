@@ -18,10 +18,9 @@ class Term:
         factors: What it is multiplied by on its way to the loss.
         divisors: What it is divided by, other than by means.
         size: Of how many elements means are taken.
-        own: How many tensors its elements are multiplied by that are no masks.
+        own: Whether its elements are multiplied by what is no mask, or are of parameters: 0 if not.
         head: Of which parameter its scores are.
         features: How many elements the rows of these have.
-        is_penalty: Whether it depends on parameters alone.
         counts: Pairs of the sum of the weights of its elements, and what may be meant by the number
             of targets: elements that no mask hides, or all elements.
     """
@@ -33,7 +32,6 @@ class Term:
     own: Number = 0.0
     head: int = 0
     features: float = 1.0
-    is_penalty: bool = False
     counts: tuple[tuple[Number, Number], ...] = ()
 
     def times(self, *factors: Number) -> "Term":
@@ -46,20 +44,19 @@ class Term:
 
     def plain(self) -> "Term":
         """It with floats, for which this waits."""
-        numbers = {
-            name: _plain(getattr(self, name)) for name in ("factors", "divisors", "own", "counts")
-        }
-        return replace(self, **numbers)
+        factors, divisors, counts = map(_plain, (self.factors, self.divisors, self.counts))
+        return replace(self, factors=factors, divisors=divisors, counts=counts, own=float(self.own))
 
     @property
     def factor(self) -> float:
         """What it is multiplied by, without its sign."""
-        return abs(math.prod(self.factors))
+        return abs(float(math.prod(self.factors)))
 
     @property
-    def each(self) -> Number:
+    def each(self) -> float:
         """The factor with which each target enters the loss."""
-        return math.prod(self.factors) / (math.prod(self.divisors) * self.size)
+        divisor = float(math.prod(self.divisors) * self.size)
+        return math.prod(self.factors) / divisor if divisor else math.nan
 
     @property
     def outer(self) -> float:
@@ -67,7 +64,7 @@ class Term:
         counts = {count for pair in self.counts for count in pair}
         divisors = (self.size, *self.divisors)
         own = [d for d in divisors if any(math.isclose(d, count) for count in counts)]
-        return math.prod(divisors) / (own[0] if own and own[0] else 1.0)
+        return float(math.prod(divisors) / (own[0] if own and own[0] else 1.0))
 
     @property
     def is_mean(self) -> bool:
