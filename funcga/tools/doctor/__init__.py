@@ -42,8 +42,8 @@ class watch:  # noqa: N801 - as torch.no_grad, it stands behind `with`
     "never unscaled", "never stepped", "in no optimizer", and with `across` "ranks weigh the same".
 
     `ok` is None where it cannot tell, and a note says why: compiled or fused losses, losses that
-    compare rows, functions of your own in the graph, hooks that may change gradients, sums of
-    losses with different counts, weights of your own.
+    compare rows, functions of your own in the graph, hooks that may change gradients, elements that
+    are hidden below a loss, weights of your own.
 
     Args:
         model: The module that is trained, such as a ModuleList of several; default: what

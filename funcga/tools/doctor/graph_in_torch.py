@@ -224,6 +224,8 @@ def _of_scores(edge: Edge, above: Term, weights: Weights) -> Read:
     """
     node, _ = edge
     name, below = _name(node).removesuffix("2D"), _inputs(node)
+    if _saved(node, "weight") is not None:
+        return edge, above, weights
     if name == "NllLoss":
         hits = (_saved(node, "target") != _ignored(node)).double()
         weights = hits if weights is None else hits * weights.reshape(hits.shape)
