@@ -7,7 +7,7 @@ alike, and their sum, the factor, is 1.
 """
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -35,6 +35,8 @@ def judge(windows: list[Window]) -> list[Finding]:
         window.findings += _of_events(window)
         if window.is_step and not window.unknown:
             window.findings += [*_of_losses(window, most)]
+    _compare(windows)
+    for window in windows:
         _conclude(window)
     ordered = sorted(windows, key=off)
     worst = {each.name: each for window in ordered for each in window.findings}
@@ -49,6 +51,24 @@ def _conclude(window: Window) -> None:
         window.findings.append(Finding("unknown", words))
     names = [name for name, _ in window.findings if name not in NOTES]
     window.causes = tuple(dict.fromkeys(names))
+
+
+def _compare(windows: Sequence[Window]) -> None:
+    """Takes a factor for that of a loss only if it is the same in all windows of an optimizer, or
+    what divides them is.
+    """
+    factors, divisors = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
+    for window in windows:
+        words = next((each for name, each in window.findings if name == "constant factor"), {})
+        if window.factor > 0:
+            factors[window.optimizer].append(window.factor)
+            divisors[window.optimizer].append(float(str(words.get("divisor", 0.0))))
+    for window in windows:
+        name = window.optimizer
+        if not (factors[name] and (_alike(factors[name]) or _alike(divisors[name]))):
+            others = [each for each in window.findings if each.name != "constant factor"]
+            if len(others) < len(window.findings):
+                window.findings, window.unknown = others, _FACTORS
 
 
 def _drop_strays(window: Window, stepping: set[int]) -> None:
@@ -155,8 +175,10 @@ def _best(window: Window, most: int) -> tuple["Weighing | None", tuple[str, ...]
         len({each for _, each in found if "" not in each}) > 1 or not _is_readable(whole)
     ):
         return weighing, (), "it may be of several losses, or of several rows"
-    unknown = "losses are multiplied or divided by numbers of their own" if "" in names else ""
-    return weighing, tuple(filter(None, names)), unknown
+    return weighing, tuple(filter(None, names)), _FACTORS if "" in names else ""
+
+
+_FACTORS = "losses are multiplied or divided by numbers of their own"
 
 
 def _kinds(losses: Losses) -> str:
@@ -280,19 +302,20 @@ def _names(
     """What is wrong with one of several terms; "" for something that cannot be told."""
     places = Counter(each.place for each, _ in window.parts)
     is_each = weighing.is_of_means and _close(weighing.factor, len(places)) and len(places) > 1
-    is_exact = math.isclose(weighing.factor, 1, rel_tol=max(window.precision, 1e-4))
-    if not _alike([a for _, a in window.parts]):
+    is_whole = math.isclose(weighing.factor, 1, rel_tol=max(window.precision, 1e-4))
+    is_half = n == 2 and weighing.is_of_means and 0.5 in weighing.terms[0].factors
+    if weighing.is_even and is_whole:
+        yield from [""] * is_half  # of a squared error, or a division by n
+    elif not _alike([a for _, a in window.parts]):
         yield "scaled inside the window"
     elif is_each:
         # A discriminator's losses, on real and on false data, are not parts of one batch.
         yield "two losses" if len({*places.values()}) == 1 else "not divided"
     else:
         if not weighing.is_even:
-            yield _name_of_uneven(weighing, window, is_exact and len(places) < n)
-        if not (is_exact or window.is_part):
+            yield _name_of_uneven(weighing, window, is_whole and len(places) < n)
+        if not (is_whole or window.is_part):
             yield from _names_of_factor(weighing, window, n, most, base)
-        elif n == 2 and weighing.is_of_means and 0.5 in weighing.terms[0].factors:
-            yield ""  # half of a squared error, or a division by n
 
 
 def _name_of_uneven(weighing: Weighing, window: Window, is_weighed: bool) -> str:
@@ -341,7 +364,10 @@ def _name_of_sum(weighing: Weighing, n: float) -> str:
         return "divided twice"
     if _close(factor, own) or _close(factor, own * term.features):
         return "constant factor"
-    return "another count" if term.name in ("LogSoftmax", "NllLoss") else ""
+    # Labels that are counted before they are shifted: one more in each row.
+    divisor = weighing.targets / factor
+    is_count = _close(own, 1) and 0.8 < factor < 1 and _close(divisor, round(divisor))
+    return "another count" if is_count and term.name == "NllLoss" else ""
 
 
 def _name_of_division(n: float, own: float, outer: float, most: int) -> str:

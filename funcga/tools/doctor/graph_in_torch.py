@@ -37,8 +37,8 @@ _EACH = re.compile(
     "Pow|Abs|Sqrt|Relu|Neg|Mul|Div|ToCopy|Clone|Rsub|Sub|Add|Exp|Log|Log1P|Sigmoid|Clamp(Min|Max)?"
 )
 _STATISTICS = re.compile(
-    "Sum|Mean|Std|Var|(Std|Var)Mean|Prod|(LinalgVector)?Norm|(Log)?Softmax|Logsumexp|A?(max|min)|"
-    "Max|Min|Sort|Topk|Kthvalue|Median|Cumsum|Pdist"
+    "Sum|Mean|Std|Var|(Std|Var)Mean|Prod|(LinalgVector)?Norm|(Log)?Softmax|Log(cum)?sumexp|A?(max|min)|"
+    "Max|Min|Sort|Topk|Kthvalue|Median|Cum(sum|max|min|prod)|Pdist"
 )
 TERMS, ELEMENTS, NODES = 1000, 2**22, 100  # of a loss, of a mask, and that are searched
 DEPTH = 8  # of functions of elements in which a mask is looked for
@@ -51,7 +51,10 @@ def read(loss: torch.Tensor) -> list[Term]:
         return [Term("several values, or one with a hook")]
     try:
         leaves = _leaves((loss.grad_fn, loss.output_nr))
-        comparing = _comparing([node for (node, _), _, _ in leaves])
+        # A softmax below cross entropy is one over classes.
+        comparing = _comparing(
+            [_inputs(node)[0][0] if above.name else node for (node, _), above, _ in leaves]
+        )
         if comparing:
             return [Term(f"{comparing}, which compares rows (see coupled),")]
         return [_term(*leaf) for leaf in leaves]
@@ -162,7 +165,7 @@ def _is_linear(edge: Edge) -> bool:
     if name in ("Sum", "Mean"):  # not those over classes
         return _size(below[0]) != _size(edge) * _classes(below[0])
     if name == "Index":
-        return all(i is None or i.dtype == torch.bool for i in _saved(node, "indices"))
+        return [each.dtype for each in _saved(node, "indices") if each is not None] == [torch.bool]
     if name in _PRODUCTS:  # as einsum has those of vectors
         return _size(edge) == (_shape(edge)[0] if name == "Bmm" else 1) and len(below) == 1
     is_known = name in _MOVES or _SELECTS.fullmatch(name)
@@ -181,8 +184,23 @@ def _through(edge: Edge, weights: Weights) -> tuple[Weights, ...]:
     outputs = node._input_metadata
     if _name(node) in _PRODUCTS:
         weights = weights.to(outputs[index].dtype)
+    if _name(node) in ("Index", "MaskedSelect"):
+        return (_selected(edge, weights),)
     given = node(*[weights if i == index else None for i in range(len(outputs))])
     return given if isinstance(given, tuple) else (given,)
+
+
+def _selected(edge: Edge, weights: torch.Tensor) -> torch.Tensor:
+    """The weights of what a mask has selected from: the same for all that are; NaN if they differ.
+    To put each in its place would wait for a device.
+    """
+    node, _ = edge
+    mask = _saved(node, "indices")[0] if _name(node) == "Index" else _saved(node, "mask")
+    shape = _shape(_inputs(node)[0])
+    mask = mask.reshape(*mask.shape, *[1] * (len(shape) - mask.dim())).expand(shape)
+    one = weights.sum() / max(weights.numel(), 1)
+    is_lone = ((weights - one).abs() <= one.abs() * 1e-4).all()
+    return torch.where(is_lone, one, math.nan) * mask
 
 
 def _fitted(weights: Weights, edge: Edge) -> Weights:
@@ -237,6 +255,8 @@ def _of_scores(edge: Edge, above: Term, weights: Weights) -> Read:
     if not classes or name not in ("Mul", "LogSoftmax", "Sum", "Mean", "Gather", "NllLoss"):
         return edge, above, weights
     scores = _scores(source)
+    if name == "NllLoss":
+        above = replace(above, name=name)
     if name == "Sum":
         above = above.times(float(classes))
     if name in ("Mul", "LogSoftmax"):
@@ -251,14 +271,15 @@ def _joined(one: Read, other: Read) -> Read:
     """What two parts of a loss give the same elements together."""
     edge, above, weights = one
     _, second, others = other
+    factors = tuple((Counter(above.factors) & Counter(second.factors)).elements())
     divisors = tuple((Counter(above.divisors) & Counter(second.divisors)).elements())
     first, then = (
-        math.prod((*each.factors, *divisors)) / math.prod((*each.divisors, each.size))
+        math.prod((*each.factors, *divisors)) / math.prod((*each.divisors, each.size, *factors))
         for each in (above, second)
     )
-    above = Term(divisors=divisors, own=above.own + second.own)
+    above = Term(above.name or second.name, factors, divisors, own=above.own + second.own)
     if weights is None and others is None:
-        return edge, above.times(first + then), None
+        return edge, above.over(1 / (first + then)), None
     parts = (1.0 if weights is None else weights, 1.0 if others is None else others)
     return edge, above, parts[0] * first + parts[1] * then
 
@@ -267,7 +288,7 @@ def _term(edge: Edge, above: Term, weights: Weights) -> Term:
     """The term of a leaf, whose elements are targets, or those that a loss function reduces."""
     node, _ = edge
     name, shape = _name(node), _shape(edge)
-    term = replace(above, name=name, head=_head(node))
+    term = replace(above, name=above.name or name, head=_head(node))
     reduction = _saved(node, "reduction") if _LOSSES.fullmatch(name) else _NONE
     if not reduction and _is_of_parameters(edge):
         return replace(term, counts=((above.size, 1.0),), own=1.0)  # a penalty
@@ -286,7 +307,7 @@ def _term(edge: Edge, above: Term, weights: Weights) -> Term:
     counts, features = _counts(shape, weights, _hidden(edge), term.size), math.prod(shape[1:])
     if weights is not None:  # a mask of one number beside 0 multiplies by it
         most = weights.abs().max()
-        term = term.times(torch.where(most > 0, most, 1.0))
+        term = term.over(1 / torch.where(most > 0, most, 1.0))
     return replace(term, counts=counts, features=float(features))
 
 
@@ -371,8 +392,12 @@ def _compares_rows(node: Any) -> bool:
     if _STATISTICS.fullmatch(name) and below:
         return _is_over_rows(node, _shape(below[0])) and not _is_of_parameters(below[0])
     if name in ("Mm", "Addmm", "Cdist") or (name == "Bmm" and shape[0] == 1):
-        pair = node.next_functions[-2:]
-        return all(each is not None and not _is_of_parameters((each, i)) for each, i in pair)
+        # As many columns as rows may be scores of rows against rows that have no gradient.
+        is_square = shape[-1] == shape[-2] > 1
+        return all(
+            not _is_of_parameters((each, i)) if each is not None else is_square
+            for each, i in node.next_functions[-2:]
+        )
     if name == "Expand" or (name in ("Mul", "Add", "Sub", "Div") and len(below) > 1):
         return _is_outer(below, shape) and not any(map(_is_of_parameters, below))
     return False
