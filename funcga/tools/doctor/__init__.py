@@ -11,7 +11,7 @@ The package can be removed. It uses `Cause` of `verify` and the tables of report
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from os import PathLike
 from typing import Any
@@ -21,9 +21,21 @@ from funcga.tools.doctor.causes import NOTES, judge, off
 from funcga.tools.doctor.windows import Window
 from funcga.tools.reports.tables import bars, json_text, new_figure, text_table
 from funcga.tools.verify import cause_lines, wrapped
-from funcga.tools.verify.causes import Cause, cause, note
+from funcga.tools.verify.causes import Cause, cause, note, texts
 
 ROWS = 8  # of a table
+
+
+@dataclass(frozen=True)
+class LineCause(Cause):
+    """A cause, and the line of the program that it is about.
+
+    Attributes:
+        line: Its file, its number and what it says, such as "train.py:142  loss.backward()"; "" if
+            it is not known. What to write instead is `fix`.
+    """
+
+    line: str = ""
 
 
 class watch:  # noqa: N801 - as torch.no_grad, it stands behind `with`
@@ -70,8 +82,8 @@ class watch:  # noqa: N801 - as torch.no_grad, it stands behind `with`
         True
 
     Attributes:
-        causes: What is wrong, the worst first: `.name`, `.what`, the line that is the `.fix`, and
-            `.evidence`.
+        causes: What is wrong, the worst first: `.name`, `.what`, the `.line` of your program that
+            it is about, the line that is the `.fix`, and `.evidence`.
         notes: Further remarks, such as what cannot be seen.
         windows: A Window for each step, in their order: its micro-batches, their `.shares` in the
             gradient beside those in the targets, the `.factor` between what the optimizer got and
@@ -96,7 +108,7 @@ class watch:  # noqa: N801 - as torch.no_grad, it stands behind `with`
         self.windows: list[Window] = self._loop.windows
         # What is found when the watch ends, by `_judge`.
         self._is_judged = False
-        self.causes: tuple[Cause, ...] = ()
+        self.causes: tuple[LineCause, ...] = ()
         self.notes: tuple[str, ...] = ()
 
     def __enter__(self) -> "watch":
@@ -119,9 +131,7 @@ class watch:  # noqa: N801 - as torch.no_grad, it stands behind `with`
         if self._is_judged:
             return
         found = [*(self._loop.quietly(judge, self.windows) or ()), *self._loop.findings]
-        self.causes = tuple(
-            cause(name, __name__, **words) for name, words in found if name not in NOTES
-        )
+        self.causes = tuple(_cause(name, words) for name, words in found if name not in NOTES)
         self.notes = tuple(note(name, __name__, **words) for name, words in found if name in NOTES)
         self._is_judged = True
 
@@ -168,6 +178,12 @@ class watch:  # noqa: N801 - as torch.no_grad, it stands behind `with`
         return "\n".join(_lines(self))
 
 
+def _cause(name: str, words: dict[str, object]) -> LineCause:
+    """A cause, with the line of the event that its texts name."""
+    line = words.get(texts(__name__)[name].get("at", "backward"), "")
+    return LineCause(**vars(cause(name, __name__, **words)), line=str(line))
+
+
 # --- the text
 
 
@@ -180,7 +196,7 @@ def _lines(watched: watch) -> Iterator[str]:
         None: f"Whether this loop is exact cannot be told. Steps: {steps}.",
     }[watched.ok]
     for number, each in enumerate(causes, 1):
-        yield from cause_lines(number, each)
+        yield from cause_lines(number, each, each.line)
     if windows:
         # The first, and those that differ from the one before.
         alike = groupby(windows, lambda each: (each.causes, each.unknown, len(each.parts)))

@@ -46,6 +46,7 @@ def _conclude(window: Window) -> None:
         window.shares, window.of_targets, window.factor = (), (), math.nan
         words = {"window": window.number, "why": window.unknown}
         window.findings.append(Finding("unknown", words))
+    window.findings = [Finding(name, window.lines | words) for name, words in window.findings]
     names = [name for name, _ in window.findings if name not in NOTES]
     window.causes = tuple(dict.fromkeys(names))
 

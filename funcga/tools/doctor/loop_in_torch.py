@@ -6,6 +6,8 @@ after each event (`ledger_in_torch`).
 """
 
 import gc
+import linecache
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
@@ -16,10 +18,12 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, LRScheduler
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.optim.swa_utils import AveragedModel
 
 from funcga.errors import FuncgaError, listed
 from funcga.tools.doctor.graph_in_torch import hooks, read
@@ -28,6 +32,7 @@ from funcga.tools.doctor.windows import Finding, MicroBatch, Term, Window
 from torch_backend import _private
 
 Watcher = Callable[..., Any] | None
+_LIBRARIES = {"torch", "funcga", *sys.stdlib_module_names}
 
 
 class Loop:
@@ -61,6 +66,7 @@ class Loop:
         self._undo: list[Callable[[], object]] = []
         self._is_reduced = False
         self._micro_batch = MicroBatch()
+        self._batches: list[torch.Tensor] = []  # the number that BatchNorm has seen
         self._scaler: Any = None
 
     # --- what is replaced while it is open
@@ -68,8 +74,9 @@ class Loop:
     def open(self) -> None:
         """Begins to watch."""
         scaler = torch.amp.grad_scaler.GradScaler
-        before, clipped = (
-            lambda *_, event=event, **__: self._look(event) for event in ("before", "clip")
+        before, clipped, erased = (
+            lambda *_, event=event, **__: self._look(event)
+            for event in ("before", "clip", "zero_grad")
         )
         for owner, name, first, then in (
             (Optimizer, "__init__", None, lambda made, *_, **__: self._find_optimizers([made])),
@@ -80,6 +87,12 @@ class Loop:
             # However it was imported, clip_grad_norm_ calls this by its name.
             (clip_grad, "_clip_grads_with_norm_", before, clipped),
             (torch.nn.utils, "clip_grad_value_", before, clipped),
+            (Optimizer, "zero_grad", None, erased),
+            (torch.nn.Module, "zero_grad", None, erased),
+            # Schedules that are made of others step those.
+            (LRScheduler, "step", self._before_schedule, None),
+            (CosineAnnealingWarmRestarts, "step", self._before_schedule, None),
+            (AveragedModel, "update_parameters", self._before_average, None),
         ):
             self._replace(owner, name, first, then)
         self._undo += [
@@ -145,9 +158,12 @@ class Loop:
 
     # --- what a loop does
 
-    def _look(self, event: MicroBatch | str) -> None:
-        for ledger in self._ledgers.values():
-            ledger.look(event)
+    def _look(self, event: MicroBatch | str, *params: Any) -> None:
+        """Looks at gradients: of all optimizers, or of those that have some of the parameters."""
+        line, ids = _line(), {*map(id, params)}
+        for key, ledger in self._ledgers.items():
+            if not (ids and ids.isdisjoint(key)):
+                ledger.look(event, line)
 
     def _before_backward(self, tensors: Any, gradient: Any = None, *_: Any, **__: Any) -> None:
         # A checkpoint may call backward inside of one.
@@ -156,7 +172,9 @@ class Loop:
             terms = [term for loss in losses for term in read(loss)]
             if gradient is not None:
                 terms = [Term("backward with a gradient")]
-            self._micro_batch = MicroBatch(terms, self._is_reduced, place=_place())
+            self._micro_batch = MicroBatch(
+                terms, self._is_reduced, place=_place(), batches=sum(self._batches)
+            )
             self._is_reduced = False
             self._look("before")
 
@@ -167,14 +185,20 @@ class Loop:
     def _before_forward(self, module: Any, *_: Any, **__: Any) -> None:
         self._is_reduced = module.require_backward_grad_sync
 
+    def _before_schedule(self, schedule: LRScheduler, *epoch: Any, **named: Any) -> None:
+        if not (epoch or named):  # else it is told where it stands, however often
+            self._look("schedule", *params_of(schedule.optimizer))
+
+    def _before_average(self, _: AveragedModel, model: torch.nn.Module) -> None:
+        self._look("average", *model.parameters())
+
     def _scale(self, scaler: Any, *_: Any) -> None:
         self._scaler = scaler
 
     def _after_scaler_step(self, _: Any, optimizer: Any, *__: Any, **___: Any) -> None:
         ledger = self._ledger(optimizer)
         if ledger is not None and ledger.looks:
-            ledger.unknown = "GradScaler skipped the step"
-            self._end_window(ledger, False)
+            self._end_window(ledger, False).unknown = "GradScaler skipped the step"
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         closure = kwargs.get("closure", (*args[1:], None)[0])
@@ -204,6 +228,10 @@ class Loop:
     # --- windows
 
     def _find_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
+        buffers = self.model.named_buffers()
+        self._batches = [each for name, each in buffers if name.endswith("num_batches_tracked")][
+            -1:
+        ]
         ours = {id(param) for param in self.model.parameters()}
         ours.update(key for optimizer in self.optimizers for key in _key(optimizer))
         for optimizer in optimizers:
@@ -239,7 +267,7 @@ class Loop:
         optimizer = ledger.optimizer
         name = f"{type(optimizer).__name__} {ledger.number}"
         window = Window(len(self.windows) + 1, name, is_step=is_step)
-        ledger.look("before")
+        ledger.look("before", _line())
         scaler = self._scaler
         scale = scaler.get_scale() if scaler is not None and scaler.is_enabled() else 0.0
         # An optimizer that unscales by itself has this while it steps.
@@ -252,6 +280,7 @@ class Loop:
         window.is_part = dist.is_initialized() and dist.get_world_size() > 1
         for each, coefficient in window.parts:
             each.terms = [term.plain() for term in each.terms]
+            each.batches = int(each.batches)
             each.steps += is_step and coefficient != 0
         if window.parts:
             self.windows.append(window)
@@ -261,6 +290,22 @@ class Loop:
 def _place() -> int:
     """Where in the program this is called, the same in all processes."""
     return hash(tuple(frame.f_lasti for frame, _ in traceback.walk_stack(None)))
+
+
+def _line() -> str:
+    """The innermost line that is called and belongs to no installed package, as it stands in its
+    file; if all do, the innermost one beside torch.
+    """
+
+    def rank(called: Any) -> tuple[bool, bool]:
+        frame, _ = called
+        package = str(frame.f_globals.get("__name__")).partition(".")[0]
+        return package in _LIBRARIES, "-packages" in frame.f_code.co_filename
+
+    frame, number = min(traceback.walk_stack(None), key=rank)
+    file = frame.f_code.co_filename
+    text = linecache.getline(file, number).strip()
+    return f"{file.removeprefix(os.getcwd() + os.sep)}:{number}  {text}"
 
 
 def _key(optimizer: Any) -> tuple[int, ...]:

@@ -71,6 +71,7 @@ class MicroBatch:
         steps: How many steps of optimizers its gradient has entered.
         rank: The process that it ran in.
         place: Of the call in the program.
+        batches: How many BatchNorm has seen by then.
     """
 
     terms: Sequence[Term] = ()
@@ -78,6 +79,7 @@ class MicroBatch:
     steps: int = 0
     rank: int = 0
     place: int = 0
+    batches: Number = 0
 
 
 class Finding(NamedTuple):
@@ -106,6 +108,8 @@ class Window:
         factor: What the step got, over the mean over all targets of the window: 1 is right, and
             NaN is unknown.
         causes: The names of what is wrong.
+        lines: Of the program: the last "backward", the "step", and "zero_grad" if it has erased
+            micro-batches.
         unknown: Why it cannot be judged; "" if it can.
         is_part: True if other processes take part in the step, and were not seen.
         is_step: False if the optimizer did not step: at the end, or as GradScaler skipped it.
@@ -122,6 +126,7 @@ class Window:
     of_targets: tuple[float, ...] = ()
     factor: float = math.nan
     causes: tuple[str, ...] = ()
+    lines: dict[str, str] = field(default_factory=dict)
     unknown: str = ""
     is_part: bool = False
     is_step: bool = True
