@@ -1,7 +1,6 @@
 """What belongs to an update: done after each micro-batch it is a note, done as it should be it is none."""
 
 import contextlib
-import copy
 
 import pytest
 import torch
@@ -276,7 +275,12 @@ def test_lightning(interval):
             return {"optimizer": optimizer, "lr_scheduler": schedule}
 
     model = Model()
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
     trainer = lightning.Trainer(max_epochs=2, accumulate_grad_batches=N, accelerator="cpu", **quiet)
     with funcga.watch(model) as watched:
         trainer.fit(model, torch.utils.data.DataLoader(Rows(), batch_size=8))

@@ -53,6 +53,10 @@ def replaced():
         torch.nn.utils,
         torch.nn.utils.clip_grad,
         torch.optim.Optimizer,
+        torch.nn.Module,
+        torch.optim.lr_scheduler.LRScheduler,
+        torch.optim.lr_scheduler.CosineAnnealingWarmRestarts,
+        torch.optim.swa_utils.AveragedModel,
     )
     names = (
         "backward",
@@ -64,6 +68,8 @@ def replaced():
         "clip_grad_value_",
         "_clip_grads_with_norm_",
         "__init__",
+        "zero_grad",
+        "update_parameters",
     )
     found = [vars(owner).get(name) for owner in owners for name in names]
     return [*found, dict(hooks._global_optimizer_pre_hooks), dict(hooks._global_optimizer_post_hooks)]

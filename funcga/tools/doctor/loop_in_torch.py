@@ -5,6 +5,7 @@ frees it (`graph_in_torch`); and a sketch of `.grad`, some thousand elements, lo
 after each event (`ledger_in_torch`).
 """
 
+import functools
 import gc
 import linecache
 import os
@@ -129,6 +130,7 @@ class Loop:
         """Has a function called between two others, which get its arguments, while this is open."""
         original = vars(owner)[name]
 
+        @functools.wraps(original)
         def replacement(*args: Any, **kwargs: Any) -> Any:
             if not self._undo:
                 return original(*args, **kwargs)
@@ -302,10 +304,10 @@ def _line() -> str:
         package = str(frame.f_globals.get("__name__")).partition(".")[0]
         return package in _LIBRARIES, "-packages" in frame.f_code.co_filename
 
-    frame, number = min(traceback.walk_stack(None), key=rank)
+    frame, number = min(traceback.walk_stack(sys._getframe()), key=rank)
     file = frame.f_code.co_filename
     text = linecache.getline(file, number).strip()
-    return f"{file.removeprefix(os.getcwd() + os.sep)}:{number}  {text}"
+    return f"{file.removeprefix(os.getcwd() + os.sep)}:{number}  {text}".rstrip()
 
 
 def _key(optimizer: Any) -> tuple[int, ...]:
