@@ -165,6 +165,16 @@ def test_batch_norm():
     assert notes(frozen) == []
 
 
+def test_batch_norm_of_a_model_that_is_made_while_the_watch_is_open():
+    """As the command sees it; what another optimizer trains has none."""
+    with funcga.watch() as watched:
+        run = Run(torch.nn.BatchNorm1d(32))
+        Run()
+        run.train()
+    assert watched.ok
+    assert found_in(watched) == [NORM]
+
+
 def test_batch_norm_under_several_losses():
     """One forward, and a backward for each task."""
     run = Run(torch.nn.BatchNorm1d(32))

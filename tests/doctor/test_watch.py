@@ -54,6 +54,7 @@ def replaced():
         torch.nn.utils.clip_grad,
         torch.optim.Optimizer,
         torch.nn.Module,
+        torch.nn.modules.batchnorm._BatchNorm,
         torch.optim.lr_scheduler.LRScheduler,
         torch.optim.lr_scheduler.CosineAnnealingWarmRestarts,
         torch.optim.swa_utils.AveragedModel,

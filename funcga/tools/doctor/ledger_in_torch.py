@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,8 +20,9 @@ class Look(NamedTuple):
 
     line: that of the program.
     is_new: whether a gradient was written to since the look before.
-    change: three numbers, perhaps on a device: the products of some elements with themselves in the
-        look before, with those in this one, and of these with themselves.
+    change: numbers, perhaps on a device: the products of some elements with themselves in the look
+        before, with those in this one, and of these with themselves; and how many batches a
+        BatchNorm has seen, if there is one.
     """
 
     event: MicroBatch | str
@@ -36,8 +37,9 @@ class Ledger:
     It looks at some of their elements, and keeps how these differ from the look before.
     """
 
-    def __init__(self, optimizer: Optimizer, number: int) -> None:
+    def __init__(self, optimizer: Optimizer, number: int, norms: Sequence[Any]) -> None:
         self.optimizer, self.number = optimizer, number
+        self.norms = [norm for norm in norms if norm.track_running_stats][-1:]
         self.looks: list[Look] = []
         self.begin()
         # What gradients hold by now is of nothing that was seen.
@@ -66,7 +68,10 @@ class Ledger:
         """Compares the gradients with what they were at the last look."""
         now, versions, last = self.sketch(), self.version(), self.last
         is_new = versions != self.versions or self.is_sharded
-        change = torch.stack([last @ last, last @ now, now @ now])
+        batches = [
+            local(norm.num_batches_tracked).to(now, non_blocking=True) for norm in self.norms
+        ]
+        change = torch.stack([last @ last, last @ now, now @ now, *batches])
         self.looks.append(Look(event, line, is_new, change))
         self.last, self.versions = now, versions
 
@@ -93,8 +98,9 @@ class Ledger:
         is_old: bool = changes[0][0] > 0
         clipped, clip = 1.0, ""  # by how much since the last micro-batch, and where
         done = defaultdict[tuple[str, str], set[int]](set)
-        for look, change in zip(self.looks, changes, strict=True):
-            factor, now = _factor(*change), change[2]
+        batches = set()
+        for look, (before, both, now, *seen) in zip(self.looks, changes, strict=True):
+            factor = _factor(before, both, now)
             if not math.isfinite(now):
                 window.unknown = "gradients are not finite"
             if look.event == "clip":
@@ -103,8 +109,8 @@ class Ledger:
                     window.findings.append(Finding("clipped before unscaling", {"clip": clip}))
             elif not isinstance(look.event, MicroBatch):
                 done[look.event, look.line].add(len(window.parts))
-                if window.parts and factor == 0:
-                    window.lines[look.event] = look.line
+                if look.event == "zero_grad" and window.parts and factor == 0:
+                    window.lines["zero_grad"] = look.line
                 _apply(window, factor, is_empty=now == 0)
                 is_old = is_old and now > 0
                 clipped = clipped if now else 1.0  # an update that is skipped
@@ -113,25 +119,29 @@ class Ledger:
                     window.findings.append(Finding("clipped inside the window", {"clip": clip}))
                     window.scale(clipped)
                 clipped, window.by_hand = 1.0, 1.0
+                batches.add(tuple(seen))
                 window.parts.append((look.event, 1.0))
                 window.lines["backward"] = look.line
-        window.findings += _repeated(window, done)
+        window.findings += _repeated(window, done, len(batches))
         return is_old
 
 
-def _repeated(window: Window, done: dict[tuple[str, str], set[int]]) -> Iterator[Finding]:
-    """What belongs to the step, and was done after each micro-batch. `done` has the numbers of
-    micro-batches after which something was done, by its event and line.
+def _repeated(
+    window: Window, done: dict[tuple[str, str], set[int]], batches: int
+) -> Iterator[Finding]:
+    """What belongs to the step, and was done after each micro-batch.
+
+    done: the numbers of micro-batches after which something was done, by its event and line;
+    batches: how many numbers of batches BatchNorm had seen after them.
     """
-    parts = [each for each, coefficient in window.parts if coefficient]
-    n, of_a_place = len(window.parts), Counter(each.place for each in parts)
+    n, of_a_place = len(window.parts), Counter(each.place for each, a in window.parts if a)
     if not window.is_step or max(of_a_place.values(), default=0) < 2:
         return
     for (event, line), counts in done.items():
         # Between all of them, and beside the step: an epoch may end inside of a window.
         if event in ("schedule", "average") and counts >= {*range(1, n)} and counts & {0, n}:
             yield Finding(f"{event} per micro-batch", {"n": n, "line": line})
-    if len({int(each.batches) for each in parts}) == n:
+    if batches == n:
         yield Finding("batch statistics", {"n": n})
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
@@ -33,6 +34,7 @@ from funcga.tools.doctor.windows import Finding, MicroBatch, Term, Window
 from torch_backend import _private
 
 Watcher = Callable[..., Any] | None
+# Packages with no line of the program that is watched.
 _LIBRARIES = {"torch", "funcga", *sys.stdlib_module_names}
 
 
@@ -67,7 +69,7 @@ class Loop:
         self._undo: list[Callable[[], object]] = []
         self._is_reduced = False
         self._micro_batch = MicroBatch()
-        self._batches: list[torch.Tensor] = []  # the number that BatchNorm has seen
+        self._norms = [each for each in self.model.modules() if isinstance(each, _BatchNorm)]
         self._scaler: Any = None
 
     # --- what is replaced while it is open
@@ -81,6 +83,7 @@ class Loop:
         )
         for owner, name, first, then in (
             (Optimizer, "__init__", None, lambda made, *_, **__: self._find_optimizers([made])),
+            (_BatchNorm, "__init__", None, lambda made, *_, **__: self._norms.append(made)),
             (torch.autograd, "backward", self._before_backward, self._after_backward),
             (scaler, "scale", self._scale, None),
             (scaler, "step", None, self._after_scaler_step),
@@ -174,9 +177,7 @@ class Loop:
             terms = [term for loss in losses for term in read(loss)]
             if gradient is not None:
                 terms = [Term("backward with a gradient")]
-            self._micro_batch = MicroBatch(
-                terms, self._is_reduced, place=_place(), batches=sum(self._batches)
-            )
+            self._micro_batch = MicroBatch(terms, self._is_reduced, place=_place())
             self._is_reduced = False
             self._look("before")
 
@@ -230,10 +231,6 @@ class Loop:
     # --- windows
 
     def _find_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
-        buffers = self.model.named_buffers()
-        self._batches = [each for name, each in buffers if name.endswith("num_batches_tracked")][
-            -1:
-        ]
         ours = {id(param) for param in self.model.parameters()}
         ours.update(key for optimizer in self.optimizers for key in _key(optimizer))
         for optimizer in optimizers:
@@ -242,7 +239,8 @@ class Loop:
                 # It may take over the parameters of one before it.
                 for other in [each for each in self._ledgers if not {*each}.isdisjoint(key)]:
                     del self._ledgers[other]
-                self._ledgers[key] = Ledger(optimizer, len(self._ledgers) + 1)
+                norms = [each for each in self._norms if id(each.weight) in key]
+                self._ledgers[key] = Ledger(optimizer, len(self._ledgers) + 1, norms)
 
     def _ledger(self, optimizer: Any) -> Ledger | None:
         return self._ledgers.get(_key(optimizer))
@@ -282,7 +280,6 @@ class Loop:
         window.is_part = dist.is_initialized() and dist.get_world_size() > 1
         for each, coefficient in window.parts:
             each.terms = [term.plain() for term in each.terms]
-            each.batches = int(each.batches)
             each.steps += is_step and coefficient != 0
         if window.parts:
             self.windows.append(window)

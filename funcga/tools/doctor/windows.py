@@ -71,7 +71,6 @@ class MicroBatch:
         steps: How many steps of optimizers its gradient has entered.
         rank: The process that it ran in.
         place: Of the call in the program.
-        batches: How many BatchNorm has seen by then.
     """
 
     terms: Sequence[Term] = ()
@@ -79,7 +78,6 @@ class MicroBatch:
     steps: int = 0
     rank: int = 0
     place: int = 0
-    batches: Number = 0
 
 
 class Finding(NamedTuple):

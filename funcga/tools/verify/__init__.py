@@ -160,7 +160,8 @@ def cause_lines(number: int, cause: Cause, at: str = "") -> Iterator[str]:
     # The line itself is not wrapped, so that it can be copied; sentences that explain it are.
     line, *sentences = re.split(r"\. (?=[A-Z])|; ", cause.fix, maxsplit=1)
     yield from ("", f"{number}. {cause.name}", *wrapped(cause.what))
-    yield from (f"   At {at}" for _ in range(1) if at)
+    if at:
+        yield f"   At {at}"
     yield f"   Fix: {line}"
     yield from wrapped("".join(sentences))
     yield from wrapped(f"Seen: {cause.evidence}")
