@@ -1,9 +1,9 @@
 """`watch`: a training loop of torch as it is, and how its windows weigh what they add up.
 
-- `loop_in_torch.py` sees what calls backward, clips, scales and steps; `graph_in_torch.py` reads
-  from the graph of a loss how it weighs its targets.
+- `loop_in_torch.py` sees what calls backward, clips, scales, steps and erases, and in which line of
+  the program; `graph_in_torch.py` reads from the graph of a loss how it weighs its targets.
 - `ledger_in_torch.py`: with which factor each micro-batch reaches the step, from looks at a few
-  elements of the gradients.
+  elements of the gradients; and what is done after each of them, but belongs to the step.
 - `causes.py`: what is wrong; texts are in `causes.toml`.
 
 The package can be removed. It uses `Cause` of `verify` and the tables of reports.
@@ -42,7 +42,8 @@ class watch:  # noqa: N801 - as torch.no_grad, it stands behind `with`
     """Watches a training loop of torch as it is, and says how its windows weigh their targets.
 
     While the `with` block is open, calls of `backward`, of torch's functions that clip, of
-    GradScaler and of `optimizer.step()` are seen. The graph of each loss says how it weighs its
+    GradScaler, `zero_grad` and `optimizer.step()` are seen, and those of torch's schedules and
+    AveragedModel. The graph of each loss says how it weighs its
     targets; some thousand elements of `.grad`, before and after each event, say with which factor
     a micro-batch reaches the step. Nothing is computed a second time, and the run is the same to
     the bit. It waits for a device at the step only. An error of its own ends the watch, never the
@@ -84,7 +85,8 @@ class watch:  # noqa: N801 - as torch.no_grad, it stands behind `with`
     Attributes:
         causes: What is wrong, the worst first: `.name`, `.what`, the `.line` of your program that
             it is about, the line that is the `.fix`, and `.evidence`.
-        notes: Further remarks, such as what cannot be seen.
+        notes: Further remarks, such as what cannot be seen, or belongs to a step and is done after
+            each micro-batch.
         windows: A Window for each step, in their order: its micro-batches, their `.shares` in the
             gradient beside those in the targets, the `.factor` between what the optimizer got and
             the mean over the window, `.ok`, and the names of its `.causes`.
