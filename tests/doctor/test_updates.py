@@ -154,6 +154,19 @@ def test_an_average():
         assert all("update = lambda" in note and "self.optimizer.step()" in note for note in watched.notes)
 
 
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+def test_the_run_is_the_same_to_the_bit():
+    def state(watching):
+        run = Run(torch.nn.BatchNorm1d(32))
+        schedule, average = cosine(run.optimizer), AveragedModel(run.model)
+        with watching(run.model):
+            run.train(micro=[schedule, Calling(lambda: average.update_parameters(run.model))])
+        return [*run.model.state_dict().values(), *average.state_dict().values(), torch.tensor(schedule.get_last_lr())]
+
+    plain = state(lambda _: contextlib.nullcontext())
+    assert all(map(torch.equal, plain, state(funcga.watch)))
+
+
 def test_batch_norm():
     assert notes(Run(torch.nn.BatchNorm1d(32))) == [NORM]
     assert notes(Run(torch.nn.GroupNorm(4, 32))) == []

@@ -43,11 +43,10 @@ class watch:  # noqa: N801 - as torch.no_grad, it stands behind `with`
 
     While the `with` block is open, calls of `backward`, of torch's functions that clip, of
     GradScaler, `zero_grad` and `optimizer.step()` are seen, and those of torch's schedules and
-    AveragedModel. The graph of each loss says how it weighs its
-    targets; some thousand elements of `.grad`, before and after each event, say with which factor
-    a micro-batch reaches the step. Nothing is computed a second time, and the run is the same to
-    the bit. It waits for a device at the step only. An error of its own ends the watch, never the
-    run.
+    AveragedModel. The graph of each loss says how it weighs its targets; some thousand elements of
+    `.grad`, before and after each event, say with which factor a micro-batch reaches the step.
+    Nothing is computed a second time, and the run is the same to the bit. It waits for a device at
+    the step only. An error of its own ends the watch, never the run.
 
     The names of the causes: "uneven tokens", "wrong weight", "not divided", "divided twice",
     "short window", "divided by another n", "stepped too often", "another count", "erased", "left
