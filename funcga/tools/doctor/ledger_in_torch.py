@@ -15,10 +15,10 @@ ELEMENTS, PARAMETERS = 4096, 16  # of a sketch at most, and how many parameters 
 
 
 class Look(NamedTuple):
-    """A look at the gradients: after the backward of a micro-batch, a "clip" or a "zero_grad",
-    "before" either or a step, or where a "schedule" or an "average" of the parameters goes on.
+    """A look at the gradients: after the backward of a micro-batch, a "clip" or a "zero_grad", or
+    "before" either or a step.
 
-    line: that of the program.
+    line: that of the program; "" before a micro-batch or a clip.
     is_new: whether a gradient was written to since the look before.
     change: numbers, perhaps on a device: the products of some elements with themselves in the look
         before, with those in this one, and of these with themselves; and how many batches a
@@ -40,10 +40,17 @@ class Ledger:
     def __init__(self, optimizer: Optimizer, number: int, norms: Sequence[Any]) -> None:
         self.optimizer, self.number = optimizer, number
         self.norms = [norm for norm in norms if norm.track_running_stats][-1:]
-        self.looks: list[Look] = []
+        self.forget()
         self.begin()
         # What gradients hold by now is of nothing that was seen.
         self.last = torch.zeros_like(self.sketch())
+
+    def forget(self) -> None:
+        """Forgets what a window has gone through."""
+        self.looks: list[Look] = []
+        self.count = 0  # of micro-batches, by `look`
+        # After how many of them a "schedule" or an "average" went on, and in which line.
+        self.done = defaultdict[tuple[str, str], set[int]](set)
 
     def begin(self) -> None:
         """Looks at what gradients hold before the first backward of a window."""
@@ -73,6 +80,7 @@ class Ledger:
         ]
         change = torch.stack([last @ last, last @ now, now @ now, *batches])
         self.looks.append(Look(event, line, is_new, change))
+        self.count += is_new and isinstance(event, MicroBatch)
         self.last, self.versions = now, versions
 
     def settle(self, window: Window, scale: float) -> None:
@@ -88,7 +96,7 @@ class Ledger:
         # A factor is known as exactly as gradients are rounded.
         if window.by_hand != 1:
             window.precision = max(torch.finfo(param.dtype).eps for param in self.params)
-        self.looks = []
+        self.forget()
 
     def _follow(self, window: Window, scale: float) -> bool:
         """Follows the gradient of each micro-batch to the step, and writes that into the window.
@@ -97,7 +105,6 @@ class Ledger:
         changes = torch.stack([look.change for look in self.looks]).tolist()
         is_old: bool = changes[0][0] > 0
         clipped, clip = 1.0, ""  # by how much since the last micro-batch, and where
-        done = defaultdict[tuple[str, str], set[int]](set)
         batches = set()
         for look, (before, both, now, *seen) in zip(self.looks, changes, strict=True):
             factor = _factor(before, both, now)
@@ -108,7 +115,6 @@ class Ledger:
                 if window.by_hand * scale > 1.5 and not window.unknown:
                     window.findings.append(Finding("clipped before unscaling", {"clip": clip}))
             elif not isinstance(look.event, MicroBatch):
-                done[look.event, look.line].add(len(window.parts))
                 if look.event == "zero_grad" and window.parts and factor == 0:
                     window.lines["zero_grad"] = look.line
                 _apply(window, factor, is_empty=now == 0)
@@ -122,27 +128,22 @@ class Ledger:
                 batches.add(tuple(seen))
                 window.parts.append((look.event, 1.0))
                 window.lines["backward"] = look.line
-        window.findings += _repeated(window, done, len(batches))
+        window.findings += self._repeated(window, len(batches))
         return is_old
 
-
-def _repeated(
-    window: Window, done: dict[tuple[str, str], set[int]], batches: int
-) -> Iterator[Finding]:
-    """What belongs to the step, and was done after each micro-batch.
-
-    done: the numbers of micro-batches after which something was done, by its event and line;
-    batches: how many numbers of batches BatchNorm had seen after them.
-    """
-    n, of_a_place = len(window.parts), Counter(each.place for each, a in window.parts if a)
-    if not window.is_step or max(of_a_place.values(), default=0) < 2:
-        return
-    for (event, line), counts in done.items():
-        # Between all of them, and beside the step: an epoch may end inside of a window.
-        if event in ("schedule", "average") and counts >= {*range(1, n)} and counts & {0, n}:
-            yield Finding(f"{event} per micro-batch", {"n": n, "line": line})
-    if batches == n:
-        yield Finding("batch statistics", {"n": n})
+    def _repeated(self, window: Window, batches: int) -> Iterator[Finding]:
+        """What belongs to the step, and was done after each micro-batch. `batches`: how many
+        numbers of batches BatchNorm had seen after them.
+        """
+        n, of_a_place = self.count, Counter(each.place for each, a in window.parts if a)
+        if not window.is_step or max(of_a_place.values(), default=0) < 2:
+            return
+        for (event, line), counts in self.done.items():
+            # Between all of them, and beside the step: an epoch may end inside of a window.
+            if counts >= {*range(1, n)} and counts & {0, n}:
+                yield Finding(f"{event} per micro-batch", {"n": n, "line": line})
+        if batches == n:
+            yield Finding("batch statistics", {"n": n})
 
 
 def params_of(optimizer: Any) -> list[Any]:

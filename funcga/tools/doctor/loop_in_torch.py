@@ -81,6 +81,7 @@ class Loop:
             lambda *_, event=event, **__: self._look(event)
             for event in ("before", "clip", "zero_grad")
         )
+        averages = lambda _, model: self._mark("average", model.parameters())
         for owner, name, first, then in (
             (Optimizer, "__init__", None, lambda made, *_, **__: self._find_optimizers([made])),
             (_BatchNorm, "__init__", None, lambda made, *_, **__: self._norms.append(made)),
@@ -96,7 +97,7 @@ class Loop:
             # Schedules that are made of others step those.
             (LRScheduler, "step", self._before_schedule, None),
             (CosineAnnealingWarmRestarts, "step", self._before_schedule, None),
-            (AveragedModel, "update_parameters", self._before_average, None),
+            (AveragedModel, "update_parameters", averages, None),
         ):
             self._replace(owner, name, first, then)
         self._undo += [
@@ -163,12 +164,10 @@ class Loop:
 
     # --- what a loop does
 
-    def _look(self, event: MicroBatch | str, *params: Any) -> None:
-        """Looks at gradients: of all optimizers, or of those that have some of the parameters."""
-        line, ids = _line(), {*map(id, params)}
-        for key, ledger in self._ledgers.items():
-            if not (ids and ids.isdisjoint(key)):
-                ledger.look(event, line)
+    def _look(self, event: MicroBatch | str) -> None:
+        line = "" if event == "before" else _line()
+        for ledger in self._ledgers.values():
+            ledger.look(event, line)
 
     def _before_backward(self, tensors: Any, gradient: Any = None, *_: Any, **__: Any) -> None:
         # A checkpoint may call backward inside of one.
@@ -190,10 +189,14 @@ class Loop:
 
     def _before_schedule(self, schedule: LRScheduler, *epoch: Any, **named: Any) -> None:
         if not (epoch or named):  # else it is told where it stands, however often
-            self._look("schedule", *params_of(schedule.optimizer))
+            self._mark("schedule", params_of(schedule.optimizer))
 
-    def _before_average(self, _: AveragedModel, model: torch.nn.Module) -> None:
-        self._look("average", *model.parameters())
+    def _mark(self, event: str, params: Iterable[torch.Tensor]) -> None:
+        """Has it that something was done for the optimizers of these parameters."""
+        line, ids = _line(), {*map(id, params)}
+        for key, ledger in self._ledgers.items():
+            if not ids.isdisjoint(key):
+                ledger.done[event, line].add(ledger.count)
 
     def _scale(self, scaler: Any, *_: Any) -> None:
         self._scaler = scaler
