@@ -26,10 +26,7 @@ def judge(windows: list[Window]) -> list[Finding]:
     most = max(
         (sum(a != 0 for _, a in window.parts) // window.ranks for window in windows), default=0
     )
-    stepping = {each.place for window in windows for each, _ in window.parts if each.steps}
-    for window in windows:
-        _drop_strays(window, stepping)
-    windows[:] = [window for window in windows if window.parts or window.is_step]
+    _drop_strays(windows)
     _drop_skipped(windows)
     for window in windows:
         window.findings += _of_events(window)
@@ -49,6 +46,7 @@ def _conclude(window: Window) -> None:
         window.shares, window.of_targets, window.factor = (), (), math.nan
         words = {"window": window.number, "why": window.unknown}
         window.findings.append(Finding("unknown", words))
+    window.findings = [Finding(name, window.lines | words) for name, words in window.findings]
     names = [name for name, _ in window.findings if name not in NOTES]
     window.causes = tuple(dict.fromkeys(names))
 
@@ -71,17 +69,20 @@ def _compare(windows: Sequence[Window]) -> None:
                 window.findings, window.unknown = others, _FACTORS
 
 
-def _drop_strays(window: Window, stepping: set[int]) -> None:
+def _drop_strays(windows: list[Window]) -> None:
     """Drops micro-batches that did not reach the step, and are of a place that never does.
 
     An attack on inputs, the first pass of SAM and the loss of another optimizer are such.
     """
-    here = {each.place for each, a in window.parts if a} if window.is_step else stepping
-    window.parts = [
-        (each, a)
-        for each, a in window.parts
-        if (a and window.is_step) or not here or (each.place in here and not each.steps)
-    ]
+    stepping = {each.place for window in windows for each, _ in window.parts if each.steps}
+    for window in windows:
+        here = {each.place for each, a in window.parts if a} if window.is_step else stepping
+        window.parts = [
+            (each, a)
+            for each, a in window.parts
+            if (a and window.is_step) or not here or (each.place in here and not each.steps)
+        ]
+    windows[:] = [window for window in windows if window.parts or window.is_step]
 
 
 def _drop_skipped(windows: Sequence[Window]) -> None:
@@ -95,7 +96,8 @@ def _drop_skipped(windows: Sequence[Window]) -> None:
     )
     of_all = Counter(window.optimizer for window in windows)
     for (optimizer, count), number in whole.items():
-        if 2 * number > of_all[optimizer]:
+        # Half of them is enough, but where each micro-batch alone would be a window.
+        if 2 * number > of_all[optimizer] - (count > 1):
             for window in windows:
                 if window.optimizer == optimizer:
                     _drop_erased(window, count)
@@ -272,9 +274,10 @@ def _judged(window: Window, losses: Losses, most: int) -> tuple[Weighing, tuple[
         return worst, ()  # an event has a name already
     if not all(each.factor > 0 for each in weighings):
         return worst, ("",)
-    # Beside a term that is right, others may have a weight of their own.
-    base = next((each.terms[0].factor for each in weighings if _close(each.factor, 1)), None)
     n = len(window.parts) / window.ranks
+    # Beside a term that is right, others may have a weight of their own.
+    right = [each.terms[0].factor for each in weighings if _close(each.factor, 1)]
+    base = next((own for own in right if _close(own, 1) or _close(own, 1 / n)), None)
     names = dict.fromkeys(
         name for each in weighings for name in _names(each, window, n, most, base)
     )
@@ -301,7 +304,8 @@ def _names(
 ) -> Iterator[str]:
     """What is wrong with one of several terms; "" for something that cannot be told."""
     places = Counter(each.place for each, _ in window.parts)
-    is_each = weighing.is_of_means and _close(weighing.factor, len(places)) and len(places) > 1
+    count = len(places)
+    is_each = weighing.is_of_means and count > 1 and _close(weighing.factor, count)
     is_whole = math.isclose(weighing.factor, 1, rel_tol=max(window.precision, 1e-4))
     is_half = n == 2 and weighing.is_of_means and 0.5 in weighing.terms[0].factors
     if weighing.is_even and is_whole:
@@ -313,7 +317,7 @@ def _names(
         yield "two losses" if len({*places.values()}) == 1 else "not divided"
     else:
         if not weighing.is_even:
-            yield _name_of_uneven(weighing, window, is_whole and len(places) < n)
+            yield _name_of_uneven(weighing, window, is_whole and count < n)
         if not (is_whole or window.is_part):
             yield from _names_of_factor(weighing, window, n, most, base)
 

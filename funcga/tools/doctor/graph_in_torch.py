@@ -32,6 +32,7 @@ _SELECTS = re.compile(
 )
 _PRODUCTS = ("Dot", "Mv", "Mm", "Bmm")
 _LOSSES = re.compile("(Nll|Mse|SmoothL1|Huber|SoftMargin)Loss(2D)?|BinaryCrossEntropy(WithLogits)?")
+_SCATTERS = re.compile("Index(Add|Put|Reduce)|Scatter|Segment")  # sums over elements by numbers
 # Functions of each element by itself.
 _EACH = re.compile(
     "Pow|Abs|Sqrt|Relu|Neg|Mul|Div|ToCopy|Clone|Rsub|Sub|Add|Exp|Log|Log1P|Sigmoid|Clamp(Min|Max)?"
@@ -200,7 +201,8 @@ def _selected(edge: Edge, weights: torch.Tensor) -> torch.Tensor:
     mask = mask.reshape(*mask.shape, *[1] * (len(shape) - mask.dim())).expand(shape)
     one = weights.sum() / max(weights.numel(), 1)
     is_lone = ((weights - one).abs() <= one.abs() * 1e-4).all()
-    return torch.where(is_lone, one, math.nan) * mask
+    result: torch.Tensor = torch.where(is_lone, one, math.nan) * mask
+    return result
 
 
 def _fitted(weights: Weights, edge: Edge) -> Weights:
@@ -292,8 +294,8 @@ def _term(edge: Edge, above: Term, weights: Weights) -> Term:
     reduction = _saved(node, "reduction") if _LOSSES.fullmatch(name) else _NONE
     if not reduction and _is_of_parameters(edge):
         return replace(term, counts=((above.size, 1.0),), own=1.0)  # a penalty
-    is_read = not isinstance(node, BackwardCFunction) and _saved(node, "weight") is None
-    if not is_read or not (shape or reduction):
+    is_own = isinstance(node, BackwardCFunction) or _saved(node, "weight") is not None
+    if is_own or _SCATTERS.match(name) or not (shape or reduction):
         return term
     if name == "LogSoftmax":
         shape.pop(_signed(_saved(node, "dim")))

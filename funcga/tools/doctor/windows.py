@@ -121,6 +121,8 @@ class Window:
         factor: What the step got, over the mean over all targets of the window: 1 is right, and
             NaN is unknown.
         causes: The names of what is wrong.
+        lines: Of the program: the last "backward", the "step", and "zero_grad" if it has erased
+            micro-batches.
         unknown: Why it cannot be judged; "" if it can.
         is_part: True if other processes take part in the step, and were not seen.
         is_step: False if the optimizer did not step: at the end, or as GradScaler skipped it.
@@ -137,6 +139,7 @@ class Window:
     of_targets: tuple[float, ...] = ()
     factor: float = math.nan
     causes: tuple[str, ...] = ()
+    lines: dict[str, str] = field(default_factory=dict)
     unknown: str = ""
     is_part: bool = False
     is_step: bool = True
