@@ -7,6 +7,7 @@ alike, and their sum, the factor, is 1.
 """
 
 import math
+import operator
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -173,9 +174,8 @@ def _best(window: Window, most: int) -> tuple["Weighing | None", tuple[str, ...]
     if not found:
         return None, (), f"a loss of {_kinds(losses)} cannot be read as one mean or sum"
     weighing, names = min(found, key=lambda each: ("" in each[1], len(each[1])))
-    if names and (
-        len({each for _, each in found if "" not in each}) > 1 or not _is_readable(whole)
-    ):
+    definite = {each for _, each in found if "" not in each}
+    if not {*names} <= {*NOTES} and (len(definite) > 1 or not _is_readable(whole)):
         return weighing, (), "it may be of several losses, or of several rows"
     return weighing, tuple(filter(None, names)), _FACTORS if "" in names else ""
 
@@ -253,7 +253,10 @@ def _parts(values: Sequence[float]) -> tuple[float, ...]:
 def _weighing(terms: Sequence[Term], coefficients: Sequence[float]) -> Weighing:
     """How terms weigh their targets, by the count of targets that fits best."""
     found = []
-    for pairs in zip(*(term.counts for term in terms), strict=False):
+    is_own = any(term.own for term in terms)
+    # Elements with weights of their own may be those of a product of rows.
+    rows = [((term.rows, term.rows),) * is_own for term in terms]
+    for pairs in zip(*map(operator.add, (term.counts for term in terms), rows), strict=False):
         # A mean over no targets is NaN, and somebody leaves it out.
         masses = [
             coefficient * term.each * weight if weight else 0.0
@@ -275,9 +278,13 @@ def _judged(window: Window, losses: Losses, most: int) -> tuple[Weighing, tuple[
     if not all(each.factor > 0 for each in weighings):
         return worst, ("",)
     n = len(window.parts) / window.ranks
-    # Beside a term that is right, others may have a weight of their own.
-    right = [each.terms[0].factor for each in weighings if _close(each.factor, 1)]
-    base = next((own for own in right if _close(own, 1) or _close(own, 1 / n)), None)
+    # Beside a term that is right and has no factor of its own, others may have one.
+    shared = Counter(weighings[0].terms[0].factors)
+    for each in weighings:
+        shared &= Counter(each.terms[0].factors)
+    own = abs(math.prod(shared.elements()))
+    is_right = any(_close(w.factor, 1) and _close(w.terms[0].factor, own) for w in weighings)
+    base = own if is_right else None
     names = dict.fromkeys(
         name for each in weighings for name in _names(each, window, n, most, base)
     )
@@ -328,7 +335,7 @@ def _name_of_uneven(weighing: Weighing, window: Window, is_weighed: bool) -> str
     is_between = len({*zip(ranks, weighing.of_targets, strict=True)}) == len({*ranks}) > 1
     if _alike(weighing.masses):
         return "ranks weigh the same" if is_between else "uneven tokens"
-    is_plain = len(weighing.terms[0].counts) == 1 and not weighing.terms[0].own
+    is_plain = all(len(term.counts) == 1 and not term.own for term in weighing.terms)
     return "wrong weight" if is_weighed and is_plain else ""
 
 
@@ -345,7 +352,7 @@ def _names_of_factor(
         return
     elif is_sum and max(counts) > 1:
         yield "constant factor"  # nothing divides it
-    elif term.own or _may_be_division(term, n):
+    elif any(each.own for each in weighing.terms) or _may_be_division(term, n):
         yield ""
     elif weighing.is_of_means:
         yield _name_of_division(n, own, term.outer, most)
@@ -366,7 +373,8 @@ def _name_of_sum(weighing: Weighing, n: float) -> str:
         return ""  # half of a squared error
     if n > 1 and _close(factor, own / n):
         return "divided twice"
-    if _close(factor, own) or _close(factor, own * term.features):
+    features = weighing.targets / math.fsum(term.rows for term in weighing.terms)
+    if _close(factor, own) or _close(factor, own * features):
         return "constant factor"
     # Labels that are counted before they are shifted: one more in each row.
     divisor = weighing.targets / factor

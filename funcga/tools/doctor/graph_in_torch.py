@@ -306,11 +306,11 @@ def _term(edge: Edge, above: Term, weights: Weights) -> Term:
         shape = _shape(_inputs(node)[0])
         if reduction == _MEAN:
             term = replace(term, size=term.size * math.prod(shape))
-    counts, features = _counts(shape, weights, _hidden(edge), term.size), math.prod(shape[1:])
+    counts = _counts(shape, weights, _hidden(edge), term.size)
     if weights is not None:  # a mask of one number beside 0 multiplies by it
         most = weights.abs().max()
         term = term.over(1 / torch.where(most > 0, most, 1.0))
-    return replace(term, counts=counts, features=float(features))
+    return replace(term, counts=counts, rows=float(shape[0]))
 
 
 def _counts(

@@ -20,7 +20,7 @@ class Term:
         size: Of how many elements means are taken.
         own: Whether its elements are multiplied by what is no mask, or are of parameters: 0 if not.
         head: Of which parameter its scores are.
-        features: How many elements the rows of these have.
+        rows: Of how many rows its elements are.
         counts: Pairs of the sum of the weights of its elements, and what may be meant by the number
             of targets: elements that no mask hides, or all elements.
     """
@@ -31,7 +31,7 @@ class Term:
     size: float = 1.0
     own: Number = 0.0
     head: int = 0
-    features: float = 1.0
+    rows: float = 1.0
     counts: tuple[tuple[Number, Number], ...] = ()
 
     def times(self, *factors: Number) -> "Term":
