@@ -6,6 +6,7 @@ targets of the window, masses are shares of the targets: their ratios say whethe
 alike, and their sum, the factor, is 1.
 """
 
+import functools
 import math
 import operator
 from collections import Counter, defaultdict
@@ -236,6 +237,11 @@ class Weighing(NamedTuple):
         return abs(math.fsum(self.masses))
 
     @property
+    def features(self) -> float:
+        """How many targets a row has."""
+        return self.targets / math.fsum(term.rows for term in self.terms)
+
+    @property
     def is_of_means(self) -> bool:
         """Whether all micro-batches have the same part in the gradient, whatever their targets."""
         return _alike(self.masses) and self.terms[0].is_mean
@@ -279,12 +285,13 @@ def _judged(window: Window, losses: Losses, most: int) -> tuple[Weighing, tuple[
         return worst, ("",)
     n = len(window.parts) / window.ranks
     # Beside a term that is right and has no factor of its own, others may have one.
-    shared = Counter(weighings[0].terms[0].factors)
-    for each in weighings:
-        shared &= Counter(each.terms[0].factors)
-    own = abs(math.prod(shared.elements()))
-    is_right = any(_close(w.factor, 1) and _close(w.terms[0].factor, own) for w in weighings)
-    base = own if is_right else None
+    weights = [each.terms[0].weights for each in weighings]
+    shared = math.prod(functools.reduce(operator.and_, map(Counter, weights)).elements())
+    is_right = any(
+        _close(each.factor, 1) and _close(math.prod(own), shared)
+        for each, own in zip(weighings, weights, strict=True)
+    )
+    base = shared if is_right else None
     names = dict.fromkeys(
         name for each in weighings for name in _names(each, window, n, most, base)
     )
@@ -314,7 +321,7 @@ def _names(
     count = len(places)
     is_each = weighing.is_of_means and count > 1 and _close(weighing.factor, count)
     is_whole = math.isclose(weighing.factor, 1, rel_tol=max(window.precision, 1e-4))
-    is_half = n == 2 and weighing.is_of_means and 0.5 in weighing.terms[0].factors
+    is_half = n == 2 and weighing.is_of_means and 0.5 in weighing.terms[0].weights
     if weighing.is_even and is_whole:
         yield from [""] * is_half  # of a squared error, or a division by n
     elif not _alike([a for _, a in window.parts]):
@@ -344,37 +351,35 @@ def _names_of_factor(
 ) -> Iterator[str]:
     """Why a gradient is off by a factor. base: the weight of another term, which is right."""
     factor, term = weighing.factor, weighing.terms[0]
-    own, counts = term.factor, {count for pair in term.counts for count in pair}
-    is_sum = _close(abs(term.each), 1) or any(_close(own, count) for count in counts)
+    own, features = math.prod(term.weights), weighing.features
+    is_sum = any(_close(abs(term.each) * each, 1) for each in (1.0, features))
     if _close(factor, window.by_hand):
         yield "scaled by hand"
-    elif base and _close(factor, own / base):
+    elif base and any(_close(factor, own / base * each) for each in (1.0, features)):
         return
-    elif is_sum and max(counts) > 1:
+    elif is_sum and term.rows > 1:
         yield "constant factor"  # nothing divides it
     elif any(each.own for each in weighing.terms) or _may_be_division(term, n):
-        yield ""
+        yield ""  # the factor may be a division by n, or undo one
     elif weighing.is_of_means:
         yield _name_of_division(n, own, term.outer, most)
     else:
-        yield _name_of_sum(weighing, n) if weighing.is_even else ""
+        yield _name_of_sum(weighing, own, n) if weighing.is_even else ""
 
 
 def _may_be_division(term: Term, n: float) -> bool:
     """Whether a factor of a loss may be a division by n, or undo one."""
-    return n > 1 and any(_close(each, n) or _close(each * n, 1) for each in term.factors)
+    return n > 1 and any(_close(each, n) or _close(each * n, 1) for each in term.weights)
 
 
-def _name_of_sum(weighing: Weighing, n: float) -> str:
+def _name_of_sum(weighing: Weighing, own: float, n: float) -> str:
     """Why a sum is divided wrongly; "" if that cannot be told."""
     factor, term = weighing.factor, weighing.terms[0]
-    own = term.factor
     if _close(2 * factor, own):
         return ""  # half of a squared error
     if n > 1 and _close(factor, own / n):
         return "divided twice"
-    features = weighing.targets / math.fsum(term.rows for term in weighing.terms)
-    if _close(factor, own) or _close(factor, own * features):
+    if _close(factor, own) or _close(factor, own * weighing.features):
         return "constant factor"
     # Labels that are counted before they are shifted: one more in each row.
     divisor = weighing.targets / factor

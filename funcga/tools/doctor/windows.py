@@ -48,9 +48,14 @@ class Term:
         return replace(self, factors=factors, divisors=divisors, counts=counts, own=float(self.own))
 
     @property
-    def factor(self) -> float:
-        """What it is multiplied by, without its sign."""
-        return abs(float(math.prod(self.factors)))
+    def weights(self) -> list[float]:
+        """What it is multiplied by, without signs, and but for numbers of targets or rows."""
+        counts = [self.rows, *(count for pair in self.counts for count in pair)]
+        return [
+            abs(factor)
+            for factor in self.factors
+            if not any(math.isclose(abs(factor), count) for count in counts)
+        ]
 
     @property
     def each(self) -> float:
