@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from funcga.tools.doctor.windows import Finding, Term, Window
+from funcga.tools.doctor.windows import Finding, MicroBatch, Term, Window
 from funcga.tools.verify.causes import texts
 
 NOTES = texts("funcga.tools.doctor")["notes"]
@@ -62,7 +62,8 @@ def _compare(windows: Sequence[Window]) -> None:
         words = next((each for name, each in window.findings if name == "constant factor"), {})
         if window.factor > 0:
             factors[window.optimizer].append(window.factor)
-            divisors[window.optimizer].append(float(str(words.get("divisor", 0.0))))
+            divisor = float(str(words.get("total", 0))) / window.factor
+            divisors[window.optimizer].append(divisor)
     for window in windows:
         name = window.optimizer
         if not (factors[name] and (_alike(factors[name]) or _alike(divisors[name]))):
@@ -79,12 +80,14 @@ def _drop_strays(windows: list[Window]) -> None:
     stepping = {each.place for window in windows for each, _ in window.parts if each.steps}
     for window in windows:
         here = {each.place for each, a in window.parts if a} if window.is_step else stepping
-        window.parts = [
-            (each, a)
-            for each, a in window.parts
-            if (a and window.is_step) or not here or (each.place in here and not each.steps)
-        ]
+        window.parts = [part for part in window.parts if _is_of(window, here, *part)]
     windows[:] = [window for window in windows if window.parts or window.is_step]
+
+
+def _is_of(window: Window, places: set[int], each: MicroBatch, coefficient: float) -> bool:
+    if not places or (coefficient and window.is_step):
+        return True
+    return each.place in places and not each.steps
 
 
 def _drop_skipped(windows: Sequence[Window]) -> None:
@@ -215,6 +218,12 @@ class Weighing(NamedTuple):
     terms: Sequence[Term]
     masses: Sequence[float]
     counts: Sequence[float]
+    coefficient: float  # with which the first of them reached the step
+
+    @property
+    def weights(self) -> list[float]:
+        """What the first is multiplied by. Whoever scales a loss divides its gradient by that."""
+        return [each for each in self.terms[0].weights if not _close(each * self.coefficient, 1)]
 
     @property
     def shares(self) -> tuple[float, ...]:
@@ -246,6 +255,10 @@ class Weighing(NamedTuple):
         """Whether all micro-batches have the same part in the gradient, whatever their targets."""
         return _alike(self.masses) and self.terms[0].is_mean
 
+    def may_be_halves(self, n: float) -> bool:
+        """Whether they may be halves of squared errors, as well as be divided by n."""
+        return n == 2 and self.is_of_means and 0.5 in self.weights
+
     @property
     def is_even(self) -> bool:
         """Whether every target weighs the same."""
@@ -268,7 +281,8 @@ def _weighing(terms: Sequence[Term], coefficients: Sequence[float]) -> Weighing:
             coefficient * term.each * weight if weight else 0.0
             for coefficient, term, (weight, _) in zip(coefficients, terms, pairs, strict=True)
         ]
-        found.append(Weighing(terms, masses, [targets for _, targets in pairs]))
+        targets = [targets for _, targets in pairs]
+        found.append(Weighing(terms, masses, targets, coefficients[0]))
     return min(found, key=lambda each: (not each.is_even, _off(each.factor)))
 
 
@@ -285,7 +299,7 @@ def _judged(window: Window, losses: Losses, most: int) -> tuple[Weighing, tuple[
         return worst, ("",)
     n = len(window.parts) / window.ranks
     # Beside a term that is right and has no factor of its own, others may have one.
-    weights = [each.terms[0].weights for each in weighings]
+    weights = [each.weights for each in weighings]
     shared = math.prod(functools.reduce(operator.and_, map(Counter, weights)).elements())
     is_right = any(
         _close(each.factor, 1) and _close(math.prod(own), shared)
@@ -318,20 +332,18 @@ def _names(
 ) -> Iterator[str]:
     """What is wrong with one of several terms; "" for something that cannot be told."""
     places = Counter(each.place for each, _ in window.parts)
-    count = len(places)
-    is_each = weighing.is_of_means and count > 1 and _close(weighing.factor, count)
     is_whole = math.isclose(weighing.factor, 1, rel_tol=max(window.precision, 1e-4))
-    is_half = n == 2 and weighing.is_of_means and 0.5 in weighing.terms[0].weights
     if weighing.is_even and is_whole:
-        yield from [""] * is_half  # of a squared error, or a division by n
+        if weighing.may_be_halves(n):
+            yield ""
     elif not _alike([a for _, a in window.parts]):
         yield "scaled inside the window"
-    elif is_each:
+    elif weighing.is_of_means and _close(weighing.factor, len(places)) and not is_whole:
         # A discriminator's losses, on real and on false data, are not parts of one batch.
         yield "two losses" if len({*places.values()}) == 1 else "not divided"
     else:
         if not weighing.is_even:
-            yield _name_of_uneven(weighing, window, is_whole and count < n)
+            yield _name_of_uneven(weighing, window, is_whole and len(places) < n)
         if not (is_whole or window.is_part):
             yield from _names_of_factor(weighing, window, n, most, base)
 
@@ -351,7 +363,8 @@ def _names_of_factor(
 ) -> Iterator[str]:
     """Why a gradient is off by a factor. base: the weight of another term, which is right."""
     factor, term = weighing.factor, weighing.terms[0]
-    own, features = math.prod(term.weights), weighing.features
+    weights, features = weighing.weights, weighing.features
+    own = math.prod(weights)
     is_sum = any(_close(abs(term.each) * each, 1) for each in (1.0, features))
     if _close(factor, window.by_hand):
         yield "scaled by hand"
@@ -359,7 +372,7 @@ def _names_of_factor(
         return
     elif is_sum and term.rows > 1:
         yield "constant factor"  # nothing divides it
-    elif any(each.own for each in weighing.terms) or _may_be_division(term, n):
+    elif any(each.own for each in weighing.terms) or _may_divide(weights, n):
         yield ""  # the factor may be a division by n, or undo one
     elif weighing.is_of_means:
         yield _name_of_division(n, own, term.outer, most)
@@ -367,9 +380,9 @@ def _names_of_factor(
         yield _name_of_sum(weighing, own, n) if weighing.is_even else ""
 
 
-def _may_be_division(term: Term, n: float) -> bool:
+def _may_divide(weights: Sequence[float], n: float) -> bool:
     """Whether a factor of a loss may be a division by n, or undo one."""
-    return n > 1 and any(_close(each, n) or _close(each * n, 1) for each in term.weights)
+    return n > 1 and any(_close(each, n) or _close(each * n, 1) for each in weights)
 
 
 def _name_of_sum(weighing: Weighing, own: float, n: float) -> str:
