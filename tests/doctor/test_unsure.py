@@ -113,11 +113,54 @@ def test_the_mean_of_a_number_is_that_number(name):
         assert found.ok == (off < 1e-9)
 
 
-def test_a_number_that_many_elements_repeat_is_not_read():
+def test_a_number_that_many_elements_repeat_is_a_mean_of_its_own():
     found, off = watched(
         lambda m, x: (m(x).square().mean() * torch.ones(len(x)).double()).mean(), lengths=(3, 9, 5, 12)
     )
-    assert (found.ok, off > 1e-3) == (None, True)
+    assert ([each.name for each in found.causes], off > 1e-3) == (["uneven tokens"], True)
+
+
+def counted_twice(m, x):
+    """The first two rows of a micro-batch weigh more."""
+    each = m(x).square().mean(1)
+    return (each.sum() + each[:2].sum()) / (2 * len(x))
+
+
+def of_weights(normed):
+    """A mean with weights of rows, which are no mask."""
+
+    def loss(m, x):
+        each, weights = m(x).square().mean(1), x[:, 0].abs() + 0.1
+        return (each * weights).sum() / (weights.sum() if normed else len(x))
+
+    return loss
+
+
+WEIGHTED = {
+    "weights of elements": of_weights(normed=True),
+    "not normed": of_weights(normed=False),
+    "counted twice": counted_twice,
+    "of classes": lambda m, x: F.cross_entropy(m(x), classes(x), torch.arange(1.0, 6.0).double()),
+    "cat of parts": lambda m, x: torch.cat([m(x[:2]).square().mean(1), 3 * m(x[2:]).square().mean(1)]).mean(),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTED)
+def test_targets_of_different_weights_are_not_judged(name):
+    for lengths in ((8, 8, 8, 8), (3, 9, 5, 12)):
+        for over in (N, 1):
+            found, off = watched(WEIGHTED[name], lengths=lengths, over=over)
+            assert found.ok is None or found.ok == (off < 1e-9), (lengths, over, str(found))
+
+
+def test_elements_that_are_hidden_below_a_mean_are_not_judged():
+    found, _ = watched(lambda m, x: ((m(x) - 1) * (x[:, :5] > 0)).square().mean())
+    assert found.ok is None
+
+
+def test_the_mean_of_one_target_may_be_a_sum():
+    found, off = watched(lambda m, x: m(x)[:, 0].square().mean(), lengths=(1,) * N, over=1)
+    assert (found.ok, off > 1) == (None, True)
 
 
 @pytest.mark.parametrize("kind", ["of a tensor", "after accumulation", "of the loss"])

@@ -1,9 +1,9 @@
 """`watch`: a training loop of torch as it is, and how its windows weigh what they add up.
 
-- `loop_in_torch.py` sees what calls backward, clips, scales and steps; `graph_in_torch.py` reads
-  from the graph of a loss how it weighs its targets.
+- `loop_in_torch.py` sees what calls backward, clips, scales, steps and erases, and in which line of
+  the program; `graph_in_torch.py` reads from the graph of a loss how it weighs its targets.
 - `ledger_in_torch.py`: with which factor each micro-batch reaches the step, from looks at a few
-  elements of the gradients.
+  elements of the gradients; and what is done after each of them, but belongs to the step.
 - `causes.py`: what is wrong; texts are in `causes.toml`.
 
 The package can be removed. It uses `Cause` of `verify` and the tables of reports.
@@ -11,7 +11,7 @@ The package can be removed. It uses `Cause` of `verify` and the tables of report
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from os import PathLike
 from typing import Any
@@ -21,20 +21,32 @@ from funcga.tools.doctor.causes import NOTES, judge, off
 from funcga.tools.doctor.windows import Window
 from funcga.tools.reports.tables import bars, json_text, new_figure, text_table
 from funcga.tools.verify import cause_lines, wrapped
-from funcga.tools.verify.causes import Cause, cause, note
+from funcga.tools.verify.causes import Cause, cause, note, texts
 
 ROWS = 8  # of a table
+
+
+@dataclass(frozen=True)
+class LineCause(Cause):
+    """A cause, and the line of the program that it is about.
+
+    Attributes:
+        line: Its file, its number and what it says, such as "train.py:142  loss.backward()"; "" if
+            it is not known. What to write instead is `fix`.
+    """
+
+    line: str = ""
 
 
 class watch:  # noqa: N801 - as torch.no_grad, it stands behind `with`
     """Watches a training loop of torch as it is, and says how its windows weigh their targets.
 
     While the `with` block is open, calls of `backward`, of torch's functions that clip, of
-    GradScaler and of `optimizer.step()` are seen. The graph of each loss says how it weighs its
-    targets; some thousand elements of `.grad`, before and after each event, say with which factor
-    a micro-batch reaches the step. Nothing is computed a second time, and the run is the same to
-    the bit. It waits for a device at the step only. An error of its own ends the watch, never the
-    run.
+    GradScaler, `zero_grad` and `optimizer.step()` are seen, and those of torch's schedules and
+    AveragedModel. The graph of each loss says how it weighs its targets; some thousand elements of
+    `.grad`, before and after each event, say with which factor a micro-batch reaches the step.
+    Nothing is computed a second time, and the run is the same to the bit. It waits for a device at
+    the step only. An error of its own ends the watch, never the run.
 
     The names of the causes: "uneven tokens", "wrong weight", "not divided", "divided twice",
     "short window", "divided by another n", "stepped too often", "another count", "erased", "left
@@ -42,8 +54,8 @@ class watch:  # noqa: N801 - as torch.no_grad, it stands behind `with`
     "never unscaled", "never stepped", "in no optimizer", and with `across` "ranks weigh the same".
 
     `ok` is None where it cannot tell, and a note says why: compiled or fused losses, losses that
-    compare rows, functions of your own in the graph, hooks that may change gradients, sums of
-    losses with different counts, weights of your own.
+    compare rows, functions of your own in the graph, hooks that may change gradients, elements that
+    are hidden below a loss, weights of your own.
 
     Args:
         model: The module that is trained, such as a ModuleList of several; default: what
@@ -70,9 +82,10 @@ class watch:  # noqa: N801 - as torch.no_grad, it stands behind `with`
         True
 
     Attributes:
-        causes: What is wrong, the worst first: `.name`, `.what`, the line that is the `.fix`, and
-            `.evidence`.
-        notes: Further remarks, such as what cannot be seen.
+        causes: What is wrong, the worst first: `.name`, `.what`, the `.line` of your program that
+            it is about, the line that is the `.fix`, and `.evidence`.
+        notes: Further remarks, such as what cannot be seen, or belongs to a step and is done after
+            each micro-batch.
         windows: A Window for each step, in their order: its micro-batches, their `.shares` in the
             gradient beside those in the targets, the `.factor` between what the optimizer got and
             the mean over the window, `.ok`, and the names of its `.causes`.
@@ -96,7 +109,7 @@ class watch:  # noqa: N801 - as torch.no_grad, it stands behind `with`
         self.windows: list[Window] = self._loop.windows
         # What is found when the watch ends, by `_judge`.
         self._is_judged = False
-        self.causes: tuple[Cause, ...] = ()
+        self.causes: tuple[LineCause, ...] = ()
         self.notes: tuple[str, ...] = ()
 
     def __enter__(self) -> "watch":
@@ -119,9 +132,7 @@ class watch:  # noqa: N801 - as torch.no_grad, it stands behind `with`
         if self._is_judged:
             return
         found = [*(self._loop.quietly(judge, self.windows) or ()), *self._loop.findings]
-        self.causes = tuple(
-            cause(name, __name__, **words) for name, words in found if name not in NOTES
-        )
+        self.causes = tuple(_cause(name, words) for name, words in found if name not in NOTES)
         self.notes = tuple(note(name, __name__, **words) for name, words in found if name in NOTES)
         self._is_judged = True
 
@@ -168,6 +179,12 @@ class watch:  # noqa: N801 - as torch.no_grad, it stands behind `with`
         return "\n".join(_lines(self))
 
 
+def _cause(name: str, words: dict[str, object]) -> LineCause:
+    """A cause, with the line of the event that its texts name."""
+    line = words.get(texts(__name__)[name].get("at", "backward"), "")
+    return LineCause(**vars(cause(name, __name__, **words)), line=str(line))
+
+
 # --- the text
 
 
@@ -180,7 +197,7 @@ def _lines(watched: watch) -> Iterator[str]:
         None: f"Whether this loop is exact cannot be told. Steps: {steps}.",
     }[watched.ok]
     for number, each in enumerate(causes, 1):
-        yield from cause_lines(number, each)
+        yield from cause_lines(number, each, each.line)
     if windows:
         # The first, and those that differ from the one before.
         alike = groupby(windows, lambda each: (each.causes, each.unknown, len(each.parts)))

@@ -1,6 +1,8 @@
 """With which factor a micro-batch reaches a step, from looks at some elements of the gradients."""
 
 import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,15 +15,18 @@ ELEMENTS, PARAMETERS = 4096, 16  # of a sketch at most, and how many parameters 
 
 
 class Look(NamedTuple):
-    """A look at the gradients: after the backward of a micro-batch, after a "clip", or "before"
-    either or a step.
+    """A look at the gradients: after the backward of a micro-batch, a "clip" or a "zero_grad", or
+    "before" either or a step.
 
+    line: that of the program; "" before a micro-batch or a clip.
     is_new: whether a gradient was written to since the look before.
-    change: three numbers, perhaps on a device: the products of some elements with themselves in the
-        look before, with those in this one, and of these with themselves.
+    change: numbers, perhaps on a device: the products of some elements with themselves in the look
+        before, with those in this one, and of these with themselves; and how many batches a
+        BatchNorm has seen, if there is one.
     """
 
     event: MicroBatch | str
+    line: str
     is_new: bool
     change: torch.Tensor
 
@@ -32,13 +37,20 @@ class Ledger:
     It looks at some of their elements, and keeps how these differ from the look before.
     """
 
-    def __init__(self, optimizer: Optimizer, number: int) -> None:
+    def __init__(self, optimizer: Optimizer, number: int, norms: Sequence[Any]) -> None:
         self.optimizer, self.number = optimizer, number
-        self.unknown = ""
-        self.looks: list[Look] = []
+        self.norms = [norm for norm in norms if norm.track_running_stats][-1:]
+        self.forget()
         self.begin()
         # What gradients hold by now is of nothing that was seen.
         self.last = torch.zeros_like(self.sketch())
+
+    def forget(self) -> None:
+        """Forgets what a window has gone through."""
+        self.looks: list[Look] = []
+        self.count = 0  # of micro-batches, by `look`
+        # After how many of them a "schedule" or an "average" went on, and in which line.
+        self.done = defaultdict[tuple[str, str], set[int]](set)
 
     def begin(self) -> None:
         """Looks at what gradients hold before the first backward of a window."""
@@ -59,12 +71,16 @@ class Ledger:
         parts = [part.to(parts[0].device, non_blocking=True) for part in parts]
         return torch.cat(parts or [torch.zeros(1, device="cpu")]).float()
 
-    def look(self, event: MicroBatch | str) -> None:
+    def look(self, event: MicroBatch | str, line: str) -> None:
         """Compares the gradients with what they were at the last look."""
         now, versions, last = self.sketch(), self.version(), self.last
         is_new = versions != self.versions or self.is_sharded
-        change = torch.stack([last @ last, last @ now, now @ now])
-        self.looks.append(Look(event, is_new, change))
+        batches = [
+            local(norm.num_batches_tracked).to(now, non_blocking=True) for norm in self.norms
+        ]
+        change = torch.stack([last @ last, last @ now, now @ now, *batches])
+        self.looks.append(Look(event, line, is_new, change))
+        self.count += is_new and isinstance(event, MicroBatch)
         self.last, self.versions = now, versions
 
     def settle(self, window: Window, scale: float) -> None:
@@ -72,6 +88,7 @@ class Ledger:
         the factor of the GradScaler; 0 if there is none.
         """
         is_old = self._follow(window, scale)
+        window.lines["step"] = self.looks[-1].line
         if window.is_step and is_old:
             window.findings.append(Finding("left over"))
         if window.is_step and window.by_hand * scale > 1.5:
@@ -79,8 +96,7 @@ class Ledger:
         # A factor is known as exactly as gradients are rounded.
         if window.by_hand != 1:
             window.precision = max(torch.finfo(param.dtype).eps for param in self.params)
-        window.unknown = self.unknown or window.unknown
-        self.looks, self.unknown = [], ""
+        self.forget()
 
     def _follow(self, window: Window, scale: float) -> bool:
         """Follows the gradient of each micro-batch to the step, and writes that into the window.
@@ -88,28 +104,46 @@ class Ledger:
         """
         changes = torch.stack([look.change for look in self.looks]).tolist()
         is_old: bool = changes[0][0] > 0
-        clips: list[float] = []
-        for look, change in zip(self.looks, changes, strict=True):
-            factor, now = _factor(*change), change[2]
+        clipped, clip = 1.0, ""  # by how much since the last micro-batch, and where
+        batches = set()
+        for look, (before, both, now, *seen) in zip(self.looks, changes, strict=True):
+            factor = _factor(before, both, now)
             if not math.isfinite(now):
                 window.unknown = "gradients are not finite"
             if look.event == "clip":
+                clipped, clip = clipped * factor, look.line
                 if window.by_hand * scale > 1.5 and not window.unknown:
-                    window.findings.append(Finding("clipped before unscaling"))
-                clips += [factor] * (factor != 1)
+                    window.findings.append(Finding("clipped before unscaling", {"clip": clip}))
             elif not isinstance(look.event, MicroBatch):
+                if look.event == "zero_grad" and window.parts and factor == 0:
+                    window.lines["zero_grad"] = look.line
                 _apply(window, factor, is_empty=now == 0)
                 is_old = is_old and now > 0
-                clips = clips if now else []  # an update that is skipped
+                clipped = clipped if now else 1.0  # an update that is skipped
             elif look.is_new:
-                if clips:
-                    window.findings.append(
-                        Finding("clipped inside the window", {"factor": clips[0]})
-                    )
-                    window.scale(math.prod(clips))
-                clips, window.by_hand = [], 1.0
+                if clipped != 1:
+                    window.findings.append(Finding("clipped inside the window", {"clip": clip}))
+                    window.scale(clipped)
+                clipped, window.by_hand = 1.0, 1.0
+                batches.add(tuple(seen))
                 window.parts.append((look.event, 1.0))
+                window.lines["backward"] = look.line
+        window.findings += self._repeated(window, len(batches))
         return is_old
+
+    def _repeated(self, window: Window, batches: int) -> Iterator[Finding]:
+        """What belongs to the step, and was done after each micro-batch. `batches`: how many
+        numbers of batches BatchNorm had seen after them.
+        """
+        n, of_a_place = self.count, Counter(each.place for each, a in window.parts if a)
+        if not window.is_step or max(of_a_place.values(), default=0) < 2:
+            return
+        for (event, line), counts in self.done.items():
+            # Between all of them, and beside the step: an epoch may end inside of a window.
+            if counts >= {*range(1, n)} and counts & {0, n}:
+                yield Finding(f"{event} per micro-batch", {"n": n, "line": line})
+        if batches == n:
+            yield Finding("batch statistics", {"n": n})
 
 
 def params_of(optimizer: Any) -> list[Any]:

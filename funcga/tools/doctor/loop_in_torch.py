@@ -5,7 +5,10 @@ frees it (`graph_in_torch`); and a sketch of `.grad`, some thousand elements, lo
 after each event (`ledger_in_torch`).
 """
 
+import functools
 import gc
+import linecache
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
@@ -13,13 +16,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, LRScheduler
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.optim.swa_utils import AveragedModel
 
 from funcga.errors import FuncgaError, listed
 from funcga.tools.doctor.graph_in_torch import hooks, read
@@ -28,6 +34,8 @@ from funcga.tools.doctor.windows import Finding, MicroBatch, Term, Window
 from torch_backend import _private
 
 Watcher = Callable[..., Any] | None
+# Packages with no line of the program that is watched.
+_LIBRARIES = {"torch", "funcga", *sys.stdlib_module_names}
 
 
 class Loop:
@@ -61,6 +69,7 @@ class Loop:
         self._undo: list[Callable[[], object]] = []
         self._is_reduced = False
         self._micro_batch = MicroBatch()
+        self._norms = [each for each in self.model.modules() if isinstance(each, _BatchNorm)]
         self._scaler: Any = None
 
     # --- what is replaced while it is open
@@ -68,11 +77,14 @@ class Loop:
     def open(self) -> None:
         """Begins to watch."""
         scaler = torch.amp.grad_scaler.GradScaler
-        before, clipped = (
-            lambda *_, event=event, **__: self._look(event) for event in ("before", "clip")
+        before, clipped, erased = (
+            lambda *_, event=event, **__: self._look(event)
+            for event in ("before", "clip", "zero_grad")
         )
+        averages = lambda _, model: self._mark("average", model.parameters())
         for owner, name, first, then in (
             (Optimizer, "__init__", None, lambda made, *_, **__: self._find_optimizers([made])),
+            (_BatchNorm, "__init__", None, lambda made, *_, **__: self._norms.append(made)),
             (torch.autograd, "backward", self._before_backward, self._after_backward),
             (scaler, "scale", self._scale, None),
             (scaler, "step", None, self._after_scaler_step),
@@ -80,6 +92,12 @@ class Loop:
             # However it was imported, clip_grad_norm_ calls this by its name.
             (clip_grad, "_clip_grads_with_norm_", before, clipped),
             (torch.nn.utils, "clip_grad_value_", before, clipped),
+            (Optimizer, "zero_grad", None, erased),
+            (torch.nn.Module, "zero_grad", None, erased),
+            # Schedules that are made of others step those.
+            (LRScheduler, "step", self._before_schedule, None),
+            (CosineAnnealingWarmRestarts, "step", self._before_schedule, None),
+            (AveragedModel, "update_parameters", averages, None),
         ):
             self._replace(owner, name, first, then)
         self._undo += [
@@ -116,6 +134,7 @@ class Loop:
         """Has a function called between two others, which get its arguments, while this is open."""
         original = vars(owner)[name]
 
+        @functools.wraps(original)
         def replacement(*args: Any, **kwargs: Any) -> Any:
             if not self._undo:
                 return original(*args, **kwargs)
@@ -146,8 +165,9 @@ class Loop:
     # --- what a loop does
 
     def _look(self, event: MicroBatch | str) -> None:
+        line = "" if event == "before" else _line()
         for ledger in self._ledgers.values():
-            ledger.look(event)
+            ledger.look(event, line)
 
     def _before_backward(self, tensors: Any, gradient: Any = None, *_: Any, **__: Any) -> None:
         # A checkpoint may call backward inside of one.
@@ -167,14 +187,24 @@ class Loop:
     def _before_forward(self, module: Any, *_: Any, **__: Any) -> None:
         self._is_reduced = module.require_backward_grad_sync
 
+    def _before_schedule(self, schedule: LRScheduler, *epoch: Any, **named: Any) -> None:
+        if not (epoch or named):  # else it is told where it stands, however often
+            self._mark("schedule", params_of(schedule.optimizer))
+
+    def _mark(self, event: str, params: Iterable[torch.Tensor]) -> None:
+        """Has it that something was done for the optimizers of these parameters."""
+        line, ids = _line(), {*map(id, params)}
+        for key, ledger in self._ledgers.items():
+            if not ids.isdisjoint(key):
+                ledger.done[event, line].add(ledger.count)
+
     def _scale(self, scaler: Any, *_: Any) -> None:
         self._scaler = scaler
 
     def _after_scaler_step(self, _: Any, optimizer: Any, *__: Any, **___: Any) -> None:
         ledger = self._ledger(optimizer)
         if ledger is not None and ledger.looks:
-            ledger.unknown = "GradScaler skipped the step"
-            self._end_window(ledger, False)
+            self._end_window(ledger, False).unknown = "GradScaler skipped the step"
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         closure = kwargs.get("closure", (*args[1:], None)[0])
@@ -194,12 +224,18 @@ class Loop:
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if (ledger := self._ledger(optimizer)) is not None:
+            self.quietly(self._after_own_hooks, optimizer, ledger)
             self.quietly(ledger.begin)
             self.steps -= 1
             if not self.steps:
                 self.findings.append(Finding("too long"))
                 self.close(is_whole=False)
             self.quietly(self.on_step)
+
+    def _after_own_hooks(self, optimizer: Optimizer, ledger: Ledger) -> None:
+        """Sees whether hooks before the step have changed the gradients."""
+        if optimizer._optimizer_step_pre_hooks and ledger.version() != ledger.versions:
+            self.windows[-1].unknown = "a hook before the step changes gradients"
 
     # --- windows
 
@@ -212,7 +248,8 @@ class Loop:
                 # It may take over the parameters of one before it.
                 for other in [each for each in self._ledgers if not {*each}.isdisjoint(key)]:
                     del self._ledgers[other]
-                self._ledgers[key] = Ledger(optimizer, len(self._ledgers) + 1)
+                norms = [each for each in self._norms if id(each.weight) in key]
+                self._ledgers[key] = Ledger(optimizer, len(self._ledgers) + 1, norms)
 
     def _ledger(self, optimizer: Any) -> Ledger | None:
         return self._ledgers.get(_key(optimizer))
@@ -239,7 +276,7 @@ class Loop:
         optimizer = ledger.optimizer
         name = f"{type(optimizer).__name__} {ledger.number}"
         window = Window(len(self.windows) + 1, name, is_step=is_step)
-        ledger.look("before")
+        ledger.look("before", _line())
         scaler = self._scaler
         scale = scaler.get_scale() if scaler is not None and scaler.is_enabled() else 0.0
         # An optimizer that unscales by itself has this while it steps.
@@ -261,6 +298,22 @@ class Loop:
 def _place() -> int:
     """Where in the program this is called, the same in all processes."""
     return hash(tuple(frame.f_lasti for frame, _ in traceback.walk_stack(None)))
+
+
+def _line() -> str:
+    """The innermost line that is called and belongs to no installed package, as it stands in its
+    file; if all do, the innermost one beside torch.
+    """
+
+    def rank(called: Any) -> tuple[bool, bool]:
+        frame, _ = called
+        package = str(frame.f_globals.get("__name__")).partition(".")[0]
+        return package in _LIBRARIES, "-packages" in frame.f_code.co_filename
+
+    frame, number = min(traceback.walk_stack(sys._getframe()), key=rank)
+    file = frame.f_code.co_filename
+    text = linecache.getline(file, number).strip()
+    return f"{file.removeprefix(os.getcwd() + os.sep)}:{number}  {text}".rstrip()
 
 
 def _key(optimizer: Any) -> tuple[int, ...]:

@@ -16,14 +16,22 @@ class Term:
         name: Of what is summed: an operation of autograd, such as "NllLoss". Without counts,
             reading ended there.
         factors: What it is multiplied by on its way to the loss.
-        divisors: What it is divided by.
+        divisors: What it is divided by, other than by means.
+        size: Of how many elements means are taken.
+        own: Whether its elements are multiplied by what is no mask, or are of parameters: 0 if not.
+        head: Of which parameter its scores are.
+        rows: Of how many rows its elements are.
         counts: Pairs of the sum of the weights of its elements, and what may be meant by the number
-            of targets: elements that no mask hides, the weights themselves, or all elements.
+            of targets: elements that no mask hides, or all elements.
     """
 
     name: str = ""
     factors: tuple[Number, ...] = ()
     divisors: tuple[Number, ...] = ()
+    size: float = 1.0
+    own: Number = 0.0
+    head: int = 0
+    rows: float = 1.0
     counts: tuple[tuple[Number, Number], ...] = ()
 
     def times(self, *factors: Number) -> "Term":
@@ -36,25 +44,37 @@ class Term:
 
     def plain(self) -> "Term":
         """It with floats, for which this waits."""
-        return Term(self.name, *map(_plain, (self.factors, self.divisors, self.counts)))
+        factors, divisors, counts = map(_plain, (self.factors, self.divisors, self.counts))
+        return replace(self, factors=factors, divisors=divisors, counts=counts, own=float(self.own))
+
+    @property
+    def weights(self) -> list[float]:
+        """What it is multiplied by, without signs, and but for numbers of targets or rows."""
+        counts = [self.rows, *(count for pair in self.counts for count in pair)]
+        return [
+            abs(factor)
+            for factor in self.factors
+            if not any(math.isclose(abs(factor), count) for count in counts)
+        ]
 
     @property
     def each(self) -> float:
         """The factor with which each target enters the loss."""
-        divisor = math.prod(self.divisors)
+        divisor = float(math.prod(self.divisors) * self.size)
         return math.prod(self.factors) / divisor if divisor else math.nan
-
-    @property
-    def is_mean(self) -> bool:
-        """Whether it is divided by more than its factors say."""
-        return self.outer != math.prod(self.divisors)
 
     @property
     def outer(self) -> float:
         """What it is divided by, but for its own count: the number of micro-batches, if that."""
         counts = {count for pair in self.counts for count in pair}
-        own = [d for d in self.divisors if any(math.isclose(d, count) for count in counts)]
-        return math.prod(self.divisors) / (own[0] if own and own[0] else 1.0)
+        divisors = (self.size, *self.divisors)
+        own = [d for d in divisors if any(math.isclose(d, count) for count in counts)]
+        return float(math.prod(divisors) / (own[0] if own and own[0] else 1.0))
+
+    @property
+    def is_mean(self) -> bool:
+        """Whether it is divided by its own count."""
+        return self.outer != self.size * math.prod(self.divisors)
 
 
 def _plain(numbers: Any) -> Any:
@@ -106,6 +126,8 @@ class Window:
         factor: What the step got, over the mean over all targets of the window: 1 is right, and
             NaN is unknown.
         causes: The names of what is wrong.
+        lines: Of the program: the last "backward", the "step", and "zero_grad" if it has erased
+            micro-batches.
         unknown: Why it cannot be judged; "" if it can.
         is_part: True if other processes take part in the step, and were not seen.
         is_step: False if the optimizer did not step: at the end, or as GradScaler skipped it.
@@ -122,6 +144,7 @@ class Window:
     of_targets: tuple[float, ...] = ()
     factor: float = math.nan
     causes: tuple[str, ...] = ()
+    lines: dict[str, str] = field(default_factory=dict)
     unknown: str = ""
     is_part: bool = False
     is_step: bool = True

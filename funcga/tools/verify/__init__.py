@@ -153,11 +153,14 @@ def _lines(verdict: Verdict) -> Iterator[str]:
         yield from wrapped(text, "Note: ")
 
 
-def cause_lines(number: int, cause: Cause) -> Iterator[str]:
-    """A cause as lines of a report, after an empty one."""
+def cause_lines(number: int, cause: Cause, at: str = "") -> Iterator[str]:
+    """A cause as lines of a report, after an empty one. `at`: a line of code that it is about."""
     # The line itself is not wrapped, so that it can be copied; sentences that explain it are.
     line, *sentences = re.split(r"\. (?=[A-Z])|; ", cause.fix, maxsplit=1)
-    yield from ("", f"{number}. {cause.name}", *wrapped(cause.what), f"   Fix: {line}")
+    yield from ("", f"{number}. {cause.name}", *wrapped(cause.what))
+    if at:
+        yield f"   At {at}"
+    yield f"   Fix: {line}"
     yield from wrapped("".join(sentences))
     yield from wrapped(f"Seen: {cause.evidence}")
 
