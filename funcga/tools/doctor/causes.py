@@ -247,8 +247,8 @@ class Weighing(NamedTuple):
 
     @property
     def features(self) -> float:
-        """How many targets a row has."""
-        return self.targets / math.fsum(term.rows for term in self.terms)
+        """How many targets a row has, at least one."""
+        return max(self.targets / math.fsum(term.rows for term in self.terms), 1.0)
 
     @property
     def is_of_means(self) -> bool:
