@@ -182,7 +182,8 @@ def gan(run):
 
 def accelerated(run):
     accelerate = pytest.importorskip("accelerate")
-    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=4)
+    accelerator = accelerate.Accelerator(cpu=True)
+    accelerator.gradient_accumulation_steps = 4  # an earlier accelerator of this process has made the shared state
     model, optimizer = accelerator.prepare(run.model, run.optimizer)
     for window in WINDOWS:
         for x in window:
