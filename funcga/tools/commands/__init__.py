@@ -111,6 +111,8 @@ def run_doctor(options: Namespace) -> int | str:
         The exit code of the script, or its last message, if it is not 0; else 0 if the loop is
         exact, 1 if not, 2 if that cannot be told or the script has raised an error.
     """
+    if not (options.module or Path(options.script).exists()):
+        raise FuncgaError(f"there is no script {options.script!r}.")
     sys.argv = [options.script, *options.arguments]
     folder = Path() if options.module else Path(options.script).parent
     sys.path.insert(0, str(folder.resolve()))

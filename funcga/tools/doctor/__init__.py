@@ -11,7 +11,7 @@ The package can be removed. It uses `Cause` of `verify` and the tables of report
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from os import PathLike
 from typing import Any
@@ -158,7 +158,11 @@ class watch:  # noqa: N801 - as torch.no_grad, it stands behind `with`
 
     def to_json(self) -> str:
         """The report as JSON; a number that is not finite is null."""
-        windows = [asdict(window) | {"ok": window.ok} for window in self.windows]
+        windows = [
+            asdict(replace(window, parts=[], findings=[]))
+            | {"ok": window.ok, "micro_batches": len(window.parts)}
+            for window in self.windows
+        ]
         causes = [asdict(cause) for cause in self.causes]
         return json_text({"ok": self.ok, "causes": causes, "notes": self.notes, "windows": windows})
 
