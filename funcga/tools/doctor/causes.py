@@ -157,7 +157,8 @@ def _of_losses(window: Window, most: int) -> Iterator[Finding]:
             "right": right,
             "total": weighing.targets,
             "n": round(n),
-            "divisor": (n if weighing.is_of_means else weighing.targets) / weighing.factor,
+            "divisor": (n if weighing.is_of_means else weighing.targets)
+            / (weighing.factor or math.nan),
         }
         for name in names:
             yield Finding(name, words)
@@ -192,7 +193,7 @@ def _kinds(losses: Losses) -> str:
 
 
 def _is_readable(losses: Losses) -> bool:
-    is_one_kind = len({tuple(term.name for term in terms) for terms in losses}) == 1
+    is_one_kind = len({tuple((term.name, term.head) for term in terms) for terms in losses}) == 1
     return is_one_kind and all(term.counts for terms in losses for term in terms)
 
 
@@ -255,6 +256,12 @@ class Weighing(NamedTuple):
         """Whether all micro-batches have the same part in the gradient, whatever their targets."""
         return _alike(self.masses) and self.terms[0].is_mean
 
+    def may_be_features(self, n: float) -> bool:
+        """Whether a sum over as many features as micro-batches may be divided by n once more."""
+        term = self.terms[0]
+        is_total = any(_close(each, self.targets) for each in term.divisors)
+        return n > 1 and _close(self.features, n) and not (term.is_mean or is_total)
+
     def may_be_halves(self, n: float) -> bool:
         """Whether they may be halves of squared errors, as well as be divided by n."""
         return n == 2 and self.is_of_means and 0.5 in self.weights
@@ -309,9 +316,24 @@ def _judged(window: Window, losses: Losses, most: int) -> tuple[Weighing, tuple[
     names = dict.fromkeys(
         name for each in weighings for name in _names(each, window, n, most, base)
     )
+    if _is_average(weighings, n) and (names or _repeats(weighings)):
+        return worst, ("",)
     if "constant factor" in names and len(names) > 1:
         return worst, ("",)  # what else is wrong may come of what a term is multiplied by
     return worst, tuple(names)
+
+
+def _is_average(weighings: Sequence[Weighing], n: float) -> bool:
+    """Whether a division by n may be one by the number of terms."""
+    term = weighings[0].terms[0]
+    return 1 < len(weighings) == n and any(
+        _close(each, n) for each in (*term.divisors, term.averaged)
+    )
+
+
+def _repeats(weighings: Sequence[Weighing]) -> bool:
+    """Whether all terms are of one kind, and none has a head of its own."""
+    return len({(each.terms[0].name, each.terms[0].head) for each in weighings}) == 1
 
 
 def _close(a: float, b: float) -> bool:
@@ -334,7 +356,7 @@ def _names(
     places = Counter(each.place for each, _ in window.parts)
     is_whole = math.isclose(weighing.factor, 1, rel_tol=max(window.precision, 1e-4))
     if weighing.is_even and is_whole:
-        if weighing.may_be_halves(n):
+        if weighing.may_be_halves(n) or weighing.may_be_features(n):
             yield ""
     elif not _alike([a for _, a in window.parts]):
         yield "scaled inside the window"
@@ -367,13 +389,13 @@ def _names_of_factor(
     own = math.prod(weights)
     is_sum = any(_close(abs(term.each) * each, 1) for each in (1.0, features))
     if _close(factor, window.by_hand):
-        yield "scaled by hand"
+        yield "" if _close(factor * n, 1) else "scaled by hand"
     elif base and any(_close(factor, own / base * each) for each in (1.0, features)):
         return
+    elif any(each.own for each in weighing.terms) or _may_divide((*term.factors, own), n):
+        yield ""  # the factor may be a division by n, or undo one
     elif is_sum and term.rows > 1:
         yield "constant factor"  # nothing divides it
-    elif any(each.own for each in weighing.terms) or _may_divide(weights, n):
-        yield ""  # the factor may be a division by n, or undo one
     elif weighing.is_of_means:
         yield _name_of_division(n, own, term.outer, most)
     else:
@@ -382,7 +404,7 @@ def _names_of_factor(
 
 def _may_divide(weights: Sequence[float], n: float) -> bool:
     """Whether a factor of a loss may be a division by n, or undo one."""
-    return n > 1 and any(_close(each, n) or _close(each * n, 1) for each in weights)
+    return n > 1 and any(_close(abs(each), n) or _close(abs(each) * n, 1) for each in weights)
 
 
 def _name_of_sum(weighing: Weighing, own: float, n: float) -> str:

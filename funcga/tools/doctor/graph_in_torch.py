@@ -54,7 +54,10 @@ def read(loss: torch.Tensor) -> list[Term]:
         leaves = _leaves((loss.grad_fn, loss.output_nr))
         # A softmax below cross entropy is one over classes.
         comparing = _comparing(
-            [_inputs(node)[0][0] if above.name else node for (node, _), above, _ in leaves]
+            [
+                _inputs(node)[0][0] if above.name and len(_shape((node, 0))) == 1 else node
+                for (node, _), above, _ in leaves
+            ]
         )
         if comparing:
             return [Term(f"{comparing}, which compares rows (see coupled),")]
@@ -63,11 +66,13 @@ def read(loss: torch.Tensor) -> list[Term]:
         return [Term(type(error).__name__)]
 
 
-def hooks(params: Sequence[torch.Tensor]) -> str:
-    """The name of a hook that may change gradients of parameters; "" if there is none."""
+def hooks(params: Sequence[Any]) -> str:
+    """The name of a hook of parameters or modules that may change gradients; "" if there is
+    none.
+    """
     for param in params:
-        for each in (param._backward_hooks, param._post_accumulate_grad_hooks):
-            for hook in (each or {}).values():
+        for kind in ("", "_post_accumulate_grad", "_backward_pre"):
+            for hook in (getattr(param, f"{kind or '_backward'}_hooks", None) or {}).values():
                 if not str(hook.__module__).startswith("torch."):
                     return str(getattr(hook, "__qualname__", hook))
     return ""
@@ -111,7 +116,10 @@ def _below(edge: Edge, above: Term, weights: Weights) -> list[Read] | None:
         return None
     if name == "Mean":  # its own function divides again
         ratio = _size(below[0]) / _size(edge)
-        above = replace(above, size=above.size * ratio)
+        if _name(below[0][0]) == "Stack" and ratio == len(_inputs(below[0][0])):
+            above = replace(above.over(ratio), averaged=ratio)
+        else:
+            above = replace(above, size=above.size * ratio)
         weights = None if weights is None else weights * ratio
     if weights is None and name in ("Sum", "Mean", *_MOVES):
         return [(each, above, None) for each in below]
@@ -365,7 +373,7 @@ def _head(node: Any) -> int:
     queue = [node]
     for each in queue:
         if not each.next_functions:
-            return id(each)
+            return id(getattr(each, "variable", None))
         queue += [below for below, _ in _inputs(each)] if len(queue) < NODES else []
     return 0
 

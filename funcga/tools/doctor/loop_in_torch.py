@@ -283,7 +283,7 @@ class Loop:
         own = getattr(optimizer, "grad_scale", None)
         ledger.settle(window, scale if own is None else 0.0)
         window.scale(1.0 if own is None else 1 / float(own))
-        hook = hooks(params_of(optimizer))
+        hook = hooks([*params_of(optimizer), *self.model.modules()])
         if hook:
             window.unknown = f"the hook {hook} may change gradients"
         window.is_part = dist.is_initialized() and dist.get_world_size() > 1

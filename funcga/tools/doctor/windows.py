@@ -18,6 +18,7 @@ class Term:
         factors: What it is multiplied by on its way to the loss.
         divisors: What it is divided by, other than by means.
         size: Of how many elements means are taken.
+        averaged: Of how many losses it is the mean.
         own: Whether its elements are multiplied by what is no mask, or are of parameters: 0 if not.
         head: Of which parameter its scores are.
         rows: Of how many rows its elements are.
@@ -29,6 +30,7 @@ class Term:
     factors: tuple[Number, ...] = ()
     divisors: tuple[Number, ...] = ()
     size: float = 1.0
+    averaged: float = 1.0
     own: Number = 0.0
     head: int = 0
     rows: float = 1.0
