@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from funcga.tools.doctor.windows import Finding, MicroBatch, Term, Window
+from funcga.tools.doctor.windows import Finding, Term, Window
 from funcga.tools.verify.causes import texts
 
 NOTES = texts("funcga.tools.doctor")["notes"]
@@ -25,10 +25,17 @@ def judge(windows: list[Window]) -> list[Finding]:
     """Adds to each window its shares, its factor, and what is found; one of strays alone is none.
     Returns one finding of each name, as it was in the window that is furthest off.
     """
-    most = max(
-        (sum(a != 0 for _, a in window.parts) // window.ranks for window in windows), default=0
-    )
     _drop_strays(windows)
+    for name in {window.optimizer for window in windows}:
+        _judge([window for window in windows if window.optimizer == name])
+    ordered = sorted(windows, key=off)
+    worst = {each.name: each for window in ordered for each in window.findings}
+    return [*worst.values()][::-1]
+
+
+def _judge(windows: Sequence[Window]) -> None:
+    """Judges the windows of one optimizer."""
+    most = max(sum(a != 0 for _, a in window.parts) // window.ranks for window in windows)
     _drop_skipped(windows)
     for window in windows:
         window.findings += _of_events(window)
@@ -36,40 +43,30 @@ def judge(windows: list[Window]) -> list[Finding]:
             window.findings += [*_of_losses(window, most)]
     _compare(windows)
     for window in windows:
-        _conclude(window)
-    ordered = sorted(windows, key=off)
-    worst = {each.name: each for window in ordered for each in window.findings}
-    return [*worst.values()][::-1]
-
-
-def _conclude(window: Window) -> None:
-    """Names the causes in a window. One that cannot be judged has no shares and no factor."""
-    if window.unknown and window.is_step:
-        window.shares, window.of_targets, window.factor = (), (), math.nan
-        words = {"window": window.number, "why": window.unknown}
-        window.findings.append(Finding("unknown", words))
-    window.findings = [Finding(name, window.lines | words) for name, words in window.findings]
-    names = [name for name, _ in window.findings if name not in NOTES]
-    window.causes = tuple(dict.fromkeys(names))
+        if window.unknown and window.is_step:
+            window.shares, window.of_targets, window.factor = (), (), math.nan
+            words = {"window": window.number, "why": window.unknown}
+            window.findings.append(Finding("unknown", words))
+        window.findings = [Finding(name, window.lines | words) for name, words in window.findings]
+        window.causes = tuple(name for name in dict(window.findings) if name not in NOTES)
 
 
 def _compare(windows: Sequence[Window]) -> None:
-    """Takes a factor for that of a loss only if it is the same in all windows of an optimizer, or
-    what divides them is.
+    """Takes a factor for that of a loss only if it is the same in all windows, or what divides them
+    is.
     """
-    factors, divisors = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
+    known = [window for window in windows if window.factor > 0]
+    factors = [window.factor for window in known]
+    divisors = [
+        dict(window.findings).get("constant factor", {}).get("total", 0.0) / window.factor
+        for window in known
+    ]
+    if known and (_alike(factors) or _alike(divisors)):
+        return
     for window in windows:
-        words = next((each for name, each in window.findings if name == "constant factor"), {})
-        if window.factor > 0:
-            factors[window.optimizer].append(window.factor)
-            divisor = float(str(words.get("total", 0))) / window.factor
-            divisors[window.optimizer].append(divisor)
-    for window in windows:
-        name = window.optimizer
-        if not (factors[name] and (_alike(factors[name]) or _alike(divisors[name]))):
-            others = [each for each in window.findings if each.name != "constant factor"]
-            if len(others) < len(window.findings):
-                window.findings, window.unknown = others, _FACTORS
+        if "constant factor" in dict(window.findings):
+            window.findings = [each for each in window.findings if each.name != "constant factor"]
+            window.unknown = _FACTORS
 
 
 def _drop_strays(windows: list[Window]) -> None:
@@ -79,41 +76,31 @@ def _drop_strays(windows: list[Window]) -> None:
     """
     stepping = {each.place for window in windows for each, _ in window.parts if each.steps}
     for window in windows:
-        here = {each.place for each, a in window.parts if a} if window.is_step else stepping
-        window.parts = [part for part in window.parts if _is_of(window, here, *part)]
+        live = {each.place for each, a in window.parts if a}
+        places = live if window.is_step else stepping
+        window.parts = [
+            (each, a)
+            for each, a in window.parts
+            if not places or (a and window.is_step) or (each.place in places and not each.steps)
+        ]
     windows[:] = [window for window in windows if window.parts or window.is_step]
-
-
-def _is_of(window: Window, places: set[int], each: MicroBatch, coefficient: float) -> bool:
-    if not places or (coefficient and window.is_step):
-        return True
-    return each.place in places and not each.steps
 
 
 def _drop_skipped(windows: Sequence[Window]) -> None:
     """Drops the micro-batches of updates that were skipped on purpose: as many as most windows
     have were erased together.
     """
-    whole = Counter(
-        (window.optimizer, len(window.parts))
-        for window in windows
-        if window.is_step and all(a for _, a in window.parts)
-    )
-    of_all = Counter(window.optimizer for window in windows)
-    for (optimizer, count), number in whole.items():
+    whole = [window for window in windows if window.is_step and all(a for _, a in window.parts)]
+    for count, number in Counter(len(window.parts) for window in whole).most_common(1):
         # Half of them is enough, but where each micro-batch alone would be a window.
-        if 2 * number > of_all[optimizer] - (count > 1):
-            for window in windows:
-                if window.optimizer == optimizer:
-                    _drop_erased(window, count)
-
-
-def _drop_erased(window: Window, count: int) -> None:
-    live = [(each, a) for each, a in window.parts if a]
-    lost = len(window.parts) - len(live)
-    if lost and len(live) in (count, 0) and lost % count == 0:
-        window.parts = live or window.parts
-        window.findings.append(Finding("skipped"))
+        if 2 * number <= len(windows) - (count > 1):
+            return
+        for window in windows:
+            live = [(each, a) for each, a in window.parts if a]
+            lost = len(window.parts) - len(live)
+            if lost and len(live) in (count, 0) and lost % count == 0:
+                window.parts = live or window.parts
+                window.findings.append(Finding("skipped"))
 
 
 def off(window: Window) -> float:
@@ -123,7 +110,7 @@ def off(window: Window) -> float:
 
 
 def _of_events(window: Window) -> Iterator[Finding]:
-    if any(each.name == "skipped" for each in window.findings) and not window.is_step:
+    if "skipped" in dict(window.findings) and not window.is_step:
         return
     count = len(window.parts)
     lost = sum(coefficient == 0 for _, coefficient in window.parts)
@@ -150,7 +137,7 @@ def _of_losses(window: Window, most: int) -> Iterator[Finding]:
             key=lambda pair: abs(pair[0] - pair[1]),
         )
         n = len(window.parts) / window.ranks
-        words: dict[str, object] = {
+        words = {
             "window": window.number,
             "factor": weighing.factor,
             "share": share,
@@ -166,6 +153,7 @@ def _of_losses(window: Window, most: int) -> Iterator[Finding]:
 
 
 Losses = Sequence[Sequence[Term]]  # the terms of each micro-batch
+_FACTORS = "losses are multiplied or divided by numbers of their own"
 
 
 def _best(window: Window, most: int) -> tuple["Weighing | None", tuple[str, ...], str]:
@@ -176,19 +164,13 @@ def _best(window: Window, most: int) -> tuple["Weighing | None", tuple[str, ...]
     whole = [[*_joined(terms)] for terms in losses]
     found = [_judged(window, each, most) for each in (whole, losses) if _is_readable(each)]
     if not found:
-        return None, (), f"a loss of {_kinds(losses)} cannot be read as one mean or sum"
+        kinds = {", ".join(term.name for term in terms) for terms in losses}
+        return None, (), f"a loss of {'; '.join(sorted(kinds))} cannot be read as one mean or sum"
     weighing, names = min(found, key=lambda each: ("" in each[1], len(each[1])))
     definite = {each for _, each in found if "" not in each}
     if not {*names} <= {*NOTES} and (len(definite) > 1 or not _is_readable(whole)):
         return weighing, (), "it may be of several losses, or of several rows"
     return weighing, tuple(filter(None, names)), _FACTORS if "" in names else ""
-
-
-_FACTORS = "losses are multiplied or divided by numbers of their own"
-
-
-def _kinds(losses: Losses) -> str:
-    return "; ".join(sorted({", ".join(term.name for term in terms) for terms in losses}))
 
 
 def _is_readable(losses: Losses) -> bool:
@@ -198,52 +180,44 @@ def _is_readable(losses: Losses) -> bool:
 
 def _joined(terms: Sequence[Term]) -> Iterator[Term]:
     """Terms, with one for those that are sums of one kind."""
-    heads: dict[object, list[Term]] = {}
+    heads = defaultdict[object, list[Term]](list)
     for term in terms:
-        heads.setdefault((term.name, term.head), []).append(term)
-    for first, *rest in heads.values():
-        if not rest:
+        heads[term.name, term.head].append(term)
+    for alike in heads.values():
+        first = alike[0]
+        if len(alike) == 1:
             yield first
-        elif all(term.counts and _close(term.each, first.each) for term in (first, *rest)):
-            pairs = (term.counts[0] for term in (first, *rest))
-            weights, targets = map(math.fsum, zip(*pairs, strict=True))
-            yield replace(first, counts=((weights, targets),))
+        elif all(term.counts and _close(term.each, first.each) for term in alike):
+            weights, targets = zip(*(term.counts[0] for term in alike), strict=True)
+            yield replace(first, counts=((math.fsum(weights), math.fsum(targets)),))
         else:
             yield Term("several means")
 
 
 class Weighing(NamedTuple):
-    """How the terms at one place of the losses of micro-batches weigh their targets."""
+    """How the terms at one place of the losses of micro-batches weigh their targets.
+
+    Attributes:
+        terms: Of the micro-batches.
+        shares: Of each micro-batch in the gradient.
+        of_targets: The share of each in the targets.
+        targets: How many there are.
+        factor: The sum of the masses.
+        weights: What the first is multiplied by. Whoever scales a loss divides its gradient by
+            that.
+        is_of_means: Whether all micro-batches have the same part in the gradient, whatever their
+            targets.
+        is_even: Whether every target weighs the same.
+    """
 
     terms: Sequence[Term]
-    masses: Sequence[float]
-    counts: Sequence[float]
-    coefficient: float  # with which the first of them reached the step
-
-    @property
-    def weights(self) -> list[float]:
-        """What the first is multiplied by. Whoever scales a loss divides its gradient by that."""
-        return [each for each in self.terms[0].weights if not _close(each * self.coefficient, 1)]
-
-    @property
-    def shares(self) -> tuple[float, ...]:
-        """Of each micro-batch in the gradient."""
-        return _parts(self.masses)
-
-    @property
-    def of_targets(self) -> tuple[float, ...]:
-        """The share of each in the targets."""
-        return _parts(self.counts)
-
-    @property
-    def targets(self) -> float:
-        """How many there are."""
-        return math.fsum(self.counts)
-
-    @property
-    def factor(self) -> float:
-        """The sum of the masses."""
-        return abs(math.fsum(self.masses))
+    shares: tuple[float, ...]
+    of_targets: tuple[float, ...]
+    targets: float
+    factor: float
+    weights: Sequence[float]
+    is_of_means: bool
+    is_even: bool
 
     @property
     def features(self) -> float:
@@ -251,39 +225,36 @@ class Weighing(NamedTuple):
         return self.targets / math.fsum(term.rows for term in self.terms)
 
     @property
-    def is_of_means(self) -> bool:
-        """Whether all micro-batches have the same part in the gradient, whatever their targets."""
-        return _alike(self.masses) and self.terms[0].is_mean
-
-    def may_be_halves(self, n: float) -> bool:
-        """Whether they may be halves of squared errors, as well as be divided by n."""
-        return n == 2 and self.is_of_means and 0.5 in self.weights
-
-    @property
-    def is_even(self) -> bool:
-        """Whether every target weighs the same."""
-        return all(map(_close, self.shares, self.of_targets))
-
-
-def _parts(values: Sequence[float]) -> tuple[float, ...]:
-    return tuple(each / (math.fsum(values) or math.nan) for each in values)
+    def error(self) -> tuple[bool, float]:
+        """How far it is from a mean."""
+        return not self.is_even, _off(self.factor)
 
 
 def _weighing(terms: Sequence[Term], coefficients: Sequence[float]) -> Weighing:
     """How terms weigh their targets, by the count of targets that fits best."""
+    options = [*zip(*(term.counts for term in terms), strict=False)]
+    if any(term.own for term in terms):
+        # Elements with weights of their own may be those of a product of rows.
+        options.append(tuple((term.rows, term.rows) for term in terms))
     found = []
-    is_own = any(term.own for term in terms)
-    # Elements with weights of their own may be those of a product of rows.
-    rows = [((term.rows, term.rows),) * is_own for term in terms]
-    for pairs in zip(*map(operator.add, (term.counts for term in terms), rows), strict=False):
+    for pairs in options:
         # A mean over no targets is NaN, and somebody leaves it out.
         masses = [
             coefficient * term.each * weight if weight else 0.0
             for coefficient, term, (weight, _) in zip(coefficients, terms, pairs, strict=True)
         ]
-        targets = [targets for _, targets in pairs]
-        found.append(Weighing(terms, masses, targets, coefficients[0]))
-    return min(found, key=lambda each: (not each.is_even, _off(each.factor)))
+        counts = [count for _, count in pairs]
+        total, targets = math.fsum(masses), math.fsum(counts)
+        shares = tuple(mass / (total or math.nan) for mass in masses)
+        of_targets = tuple(count / (targets or math.nan) for count in counts)
+        first = terms[0]
+        weights = [each for each in first.weights if not _close(each * coefficients[0], 1)]
+        is_of_means = _alike(masses) and first.count != 1
+        is_even = all(map(_close, shares, of_targets))
+        found.append(
+            Weighing(terms, shares, of_targets, targets, abs(total), weights, is_of_means, is_even)
+        )
+    return min(found, key=lambda each: each.error)
 
 
 def _judged(window: Window, losses: Losses, most: int) -> tuple[Weighing, tuple[str, ...]]:
@@ -292,12 +263,11 @@ def _judged(window: Window, losses: Losses, most: int) -> tuple[Weighing, tuple[
     """
     coefficients = [a / window.ranks for _, a in window.parts]
     weighings = [_weighing(terms, coefficients) for terms in zip(*losses, strict=True)]
-    worst = max(weighings, key=lambda each: (not each.is_even, _off(each.factor)))
+    worst = max(weighings, key=lambda each: each.error)
     if any(name not in NOTES for name, _ in window.findings):
         return worst, ()  # an event has a name already
     if not all(each.factor > 0 for each in weighings):
         return worst, ("",)
-    n = len(window.parts) / window.ranks
     # Beside a term that is right and has no factor of its own, others may have one.
     weights = [each.weights for each in weighings]
     shared = math.prod(functools.reduce(operator.and_, map(Counter, weights)).elements())
@@ -306,9 +276,7 @@ def _judged(window: Window, losses: Losses, most: int) -> tuple[Weighing, tuple[
         for each, own in zip(weighings, weights, strict=True)
     )
     base = shared if is_right else None
-    names = dict.fromkeys(
-        name for each in weighings for name in _names(each, window, n, most, base)
-    )
+    names = dict.fromkeys(name for each in weighings for name in _names(each, window, most, base))
     if "constant factor" in names and len(names) > 1:
         return worst, ("",)  # what else is wrong may come of what a term is multiplied by
     return worst, tuple(names)
@@ -327,14 +295,18 @@ def _off(factor: float) -> float:
     return abs(math.log(factor)) if 0 < factor < math.inf else 0.0
 
 
-def _names(
-    weighing: Weighing, window: Window, n: float, most: int, base: float | None
-) -> Iterator[str]:
-    """What is wrong with one of several terms; "" for something that cannot be told."""
+def _names(weighing: Weighing, window: Window, most: int, base: float | None) -> Iterator[str]:
+    """What is wrong with one of several terms; "" for something that cannot be told.
+
+    most: the largest number of micro-batches of all windows. base: the weight of another term,
+    which is right.
+    """
+    n = len(window.parts) / window.ranks
     places = Counter(each.place for each, _ in window.parts)
     is_whole = math.isclose(weighing.factor, 1, rel_tol=max(window.precision, 1e-4))
     if weighing.is_even and is_whole:
-        if weighing.may_be_halves(n):
+        # A half is as common in squared errors as it is 1/n.
+        if n == 2 and weighing.is_of_means and 0.5 in weighing.weights:
             yield ""
     elif not _alike([a for _, a in window.parts]):
         yield "scaled inside the window"
@@ -344,56 +316,48 @@ def _names(
     else:
         if not weighing.is_even:
             yield _name_of_uneven(weighing, window, is_whole and len(places) < n)
-        if not (is_whole or window.is_part):
-            yield from _names_of_factor(weighing, window, n, most, base)
+        if not (is_whole or window.is_part or _is_weight(weighing, base)):
+            yield _name_of_factor(weighing, window.by_hand, n, most)
 
 
 def _name_of_uneven(weighing: Weighing, window: Window, is_weighed: bool) -> str:
     ranks = [each.rank for each, _ in window.parts]
     # Each process has one count of targets, other than that of another one.
     is_between = len({*zip(ranks, weighing.of_targets, strict=True)}) == len({*ranks}) > 1
-    if _alike(weighing.masses):
+    if _alike(weighing.shares):
         return "ranks weigh the same" if is_between else "uneven tokens"
     is_plain = all(len(term.counts) == 1 and not term.own for term in weighing.terms)
     return "wrong weight" if is_weighed and is_plain else ""
 
 
-def _names_of_factor(
-    weighing: Weighing, window: Window, n: float, most: int, base: float | None
-) -> Iterator[str]:
-    """Why a gradient is off by a factor. base: the weight of another term, which is right."""
-    factor, term = weighing.factor, weighing.terms[0]
-    weights, features = weighing.weights, weighing.features
+def _is_weight(weighing: Weighing, base: float | None) -> bool:
+    """Whether a term is off by its own weight, beside another one of weight `base`."""
+    own = math.prod(weighing.weights) / (base or math.nan)
+    return _close(weighing.factor, own) or _close(weighing.factor, own * weighing.features)
+
+
+def _name_of_factor(weighing: Weighing, by_hand: float, n: float, most: int) -> str:
+    """Why a gradient is off by a factor; "" if that cannot be told."""
+    factor, term, weights = weighing.factor, weighing.terms[0], weighing.weights
+    is_sum = any(_close(abs(term.each) * each, 1) for each in (1.0, weighing.features))
+    if _close(factor, by_hand):
+        return "scaled by hand"
+    if is_sum and term.rows > 1:
+        return "constant factor"  # nothing divides it
+    may_divide = n > 1 and any(_close(each, n) or _close(each * n, 1) for each in weights)
+    if may_divide or any(each.own for each in weighing.terms):
+        return ""  # the factor may be a division by n, or undo one
     own = math.prod(weights)
-    is_sum = any(_close(abs(term.each) * each, 1) for each in (1.0, features))
-    if _close(factor, window.by_hand):
-        yield "scaled by hand"
-    elif base and any(_close(factor, own / base * each) for each in (1.0, features)):
-        return
-    elif is_sum and term.rows > 1:
-        yield "constant factor"  # nothing divides it
-    elif any(each.own for each in weighing.terms) or _may_divide(weights, n):
-        yield ""  # the factor may be a division by n, or undo one
-    elif weighing.is_of_means:
-        yield _name_of_division(n, own, term.outer, most)
-    else:
-        yield _name_of_sum(weighing, own, n) if weighing.is_even else ""
-
-
-def _may_divide(weights: Sequence[float], n: float) -> bool:
-    """Whether a factor of a loss may be a division by n, or undo one."""
-    return n > 1 and any(_close(each, n) or _close(each * n, 1) for each in weights)
-
-
-def _name_of_sum(weighing: Weighing, own: float, n: float) -> str:
-    """Why a sum is divided wrongly; "" if that cannot be told."""
-    factor, term = weighing.factor, weighing.terms[0]
-    if _close(2 * factor, own):
+    # How much more it is divided by than by the number of its targets, or of its micro-batches.
+    over = own / factor
+    if weighing.is_of_means:
+        return _name_of_division(n, own, term.outer, most)
+    if not weighing.is_even or _close(over, 2):
         return ""  # half of a squared error
-    if n > 1 and _close(factor, own / n):
-        return "divided twice"
-    if _close(factor, own) or _close(factor, own * weighing.features):
+    if _close(over, 1) or _close(over * weighing.features, 1):
         return "constant factor"
+    if _close(over, n):
+        return "divided twice"
     # Labels that are counted before they are shifted: one more in each row.
     divisor = weighing.targets / factor
     is_count = _close(own, 1) and 0.8 < factor < 1 and _close(divisor, round(divisor))
@@ -405,14 +369,14 @@ def _name_of_division(n: float, own: float, outer: float, most: int) -> str:
 
     own, outer: what each mean is multiplied and divided by; most: the largest n of all windows.
     """
-    if n > 1 and (_close(outer, own) or (outer == 1 and own < 1)):
-        return "not divided"
-    if n < most and _close(outer, most):
-        return "short window" if _close(own, 1) else ""
-    if n > 1 and _close(outer, n * n):
-        return "divided twice"
     if _close(outer, n):
         return "constant factor"  # the weight of the loss
+    if _close(outer, own) or (_close(outer, 1) and own < 1):
+        return "not divided"
+    if n < most and _close(outer, most):
+        return "short window"
+    if _close(outer, n * n):
+        return "divided twice"
     if not _close(own, 1) or not _close(outer, round(outer)) or _close(outer, 2 * n):
         return ""  # half of a squared error is as common
     return "stepped too often" if most == 1 else "divided by another n"
