@@ -348,11 +348,16 @@ def _name_of_factor(weighing: Weighing, by_hand: float, n: float, most: int) -> 
     if may_divide or any(each.own for each in weighing.terms):
         return ""  # the factor may be a division by n, or undo one
     own = math.prod(weights)
-    # How much more it is divided by than by the number of its targets, or of its micro-batches.
-    over = own / factor
     if weighing.is_of_means:
         return _name_of_division(n, own, term.outer, most)
-    if not weighing.is_even or _close(over, 2):
+    return _name_of_sum(weighing, own, n) if weighing.is_even else ""
+
+
+def _name_of_sum(weighing: Weighing, own: float, n: float) -> str:
+    """Why a sum is divided wrongly; "" if that cannot be told."""
+    factor, term = weighing.factor, weighing.terms[0]
+    over = own / factor  # how much more it is divided by than by the number of its targets
+    if _close(over, 2):
         return ""  # half of a squared error
     if _close(over, 1) or _close(over * weighing.features, 1):
         return "constant factor"
