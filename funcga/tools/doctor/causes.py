@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from funcga.tools.doctor.windows import Finding, Term, Window
+from funcga.tools.doctor.windows import Finding, MicroBatch, Term, Window
 from funcga.tools.verify.causes import texts
 
 NOTES = texts("funcga.tools.doctor")["notes"]
@@ -78,12 +78,14 @@ def _drop_strays(windows: list[Window]) -> None:
     for window in windows:
         live = {each.place for each, a in window.parts if a}
         places = live if window.is_step else stepping
-        window.parts = [
-            (each, a)
-            for each, a in window.parts
-            if not places or (a and window.is_step) or (each.place in places and not each.steps)
-        ]
+        window.parts = [part for part in window.parts if _is_of(window, places, *part)]
     windows[:] = [window for window in windows if window.parts or window.is_step]
+
+
+def _is_of(window: Window, places: set[int], each: MicroBatch, coefficient: float) -> bool:
+    if not places or (coefficient and window.is_step):
+        return True
+    return each.place in places and not each.steps
 
 
 def _drop_skipped(windows: Sequence[Window]) -> None:
@@ -236,25 +238,34 @@ def _weighing(terms: Sequence[Term], coefficients: Sequence[float]) -> Weighing:
     if any(term.own for term in terms):
         # Elements with weights of their own may be those of a product of rows.
         options.append(tuple((term.rows, term.rows) for term in terms))
-    found = []
-    for pairs in options:
-        # A mean over no targets is NaN, and somebody leaves it out.
-        masses = [
-            coefficient * term.each * weight if weight else 0.0
-            for coefficient, term, (weight, _) in zip(coefficients, terms, pairs, strict=True)
-        ]
-        counts = [count for _, count in pairs]
-        total, targets = math.fsum(masses), math.fsum(counts)
-        shares = tuple(mass / (total or math.nan) for mass in masses)
-        of_targets = tuple(count / (targets or math.nan) for count in counts)
-        first = terms[0]
-        weights = [each for each in first.weights if not _close(each * coefficients[0], 1)]
-        is_of_means = _alike(masses) and first.count != 1
-        is_even = all(map(_close, shares, of_targets))
-        found.append(
-            Weighing(terms, shares, of_targets, targets, abs(total), weights, is_of_means, is_even)
-        )
+    found = (_weighed(terms, coefficients, pairs) for pairs in options)
     return min(found, key=lambda each: each.error)
+
+
+def _weighed(
+    terms: Sequence[Term], coefficients: Sequence[float], pairs: Sequence[tuple[float, float]]
+) -> Weighing:
+    """How terms weigh their targets. pairs: the weights of these, and their number."""
+    # A mean over no targets is NaN, and somebody leaves it out.
+    masses = [
+        coefficient * term.each * weight if weight else 0.0
+        for coefficient, term, (weight, _) in zip(coefficients, terms, pairs, strict=True)
+    ]
+    counts = [count for _, count in pairs]
+    total, targets = math.fsum(masses), math.fsum(counts)
+    shares = tuple(mass / (total or math.nan) for mass in masses)
+    of_targets = tuple(count / (targets or math.nan) for count in counts)
+    weights = [each for each in terms[0].weights if not _close(each * coefficients[0], 1)]
+    return Weighing(
+        terms,
+        shares,
+        of_targets,
+        targets,
+        factor=abs(total),
+        weights=weights,
+        is_of_means=_alike(masses) and terms[0].count != 1,
+        is_even=all(map(_close, shares, of_targets)),
+    )
 
 
 def _judged(window: Window, losses: Losses, most: int) -> tuple[Weighing, tuple[str, ...]]:
@@ -314,10 +325,19 @@ def _names(weighing: Weighing, window: Window, most: int, base: float | None) ->
         # A discriminator's losses, on real and on false data, are not parts of one batch.
         yield "two losses" if len({*places.values()}) == 1 else "not divided"
     else:
-        if not weighing.is_even:
-            yield _name_of_uneven(weighing, window, is_whole and len(places) < n)
-        if not (is_whole or window.is_part or _is_weight(weighing, base)):
-            yield _name_of_factor(weighing, window.by_hand, n, most)
+        yield from _names_of_weights(weighing, window, most, base, is_whole)
+
+
+def _names_of_weights(
+    weighing: Weighing, window: Window, most: int, base: float | None, is_whole: bool
+) -> Iterator[str]:
+    """Why targets weigh differently, and why all of them weigh too much or too little."""
+    n = len(window.parts) / window.ranks
+    if not weighing.is_even:
+        is_weighed = is_whole and len({each.place for each, _ in window.parts}) < n
+        yield _name_of_uneven(weighing, window, is_weighed)
+    if not (is_whole or window.is_part or _is_weight(weighing, base)):
+        yield _name_of_factor(weighing, window.by_hand, n, most)
 
 
 def _name_of_uneven(weighing: Weighing, window: Window, is_weighed: bool) -> str:
