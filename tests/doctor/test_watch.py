@@ -199,6 +199,21 @@ def test_micro_batches_of_another_optimizer_may_yet_be_stepped_when_the_watch_en
     assert len(watched.windows) == 3
 
 
+def test_windows_are_compared_with_those_of_their_own_optimizer():
+    """The body steps after each micro-batch, and the head after four: no window of the body is short."""
+    body, head = torch.nn.Linear(3, 4), torch.nn.Linear(4, 1)
+    of_body, of_head = (torch.optim.SGD(each.parameters(), 0.0) for each in (body, head))
+    with funcga.watch(torch.nn.ModuleList([body, head])) as watched:
+        for i in range(1, 9):
+            (head(body(torch.randn(5, 3))).square().mean() / 4).backward()
+            of_body.step()
+            of_body.zero_grad()
+            if i % 4 == 0:
+                of_head.step()
+                of_head.zero_grad()
+    assert [each.name for each in watched.causes] == ["stepped too often"]
+
+
 def test_several_optimizers():
     models = [torch.nn.Linear(4, 1) for _ in range(3)]
     a, b, other = (torch.optim.SGD(model.parameters(), 0.1) for model in models)

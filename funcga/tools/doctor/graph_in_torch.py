@@ -10,7 +10,7 @@ tensor, so that nothing waits for it before the step.
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -53,12 +53,11 @@ def read(loss: torch.Tensor) -> list[Term]:
     try:
         leaves = _leaves((loss.grad_fn, loss.output_nr))
         # A softmax below cross entropy is one over classes.
-        comparing = _comparing(
-            [
-                _inputs(node)[0][0] if above.name and len(_shape((node, 0))) == 1 else node
-                for (node, _), above, _ in leaves
-            ]
-        )
+        nodes = [
+            _inputs(node)[0][0] if above.name and len(_shape((node, 0))) == 1 else node
+            for (node, _), above, _ in leaves
+        ]
+        comparing = next((_name(node) for node in _below_of(nodes) if _compares_rows(node)), "")
         if comparing:
             return [Term(f"{comparing}, which compares rows (see coupled),")]
         return [_term(*leaf) for leaf in leaves]
@@ -87,8 +86,10 @@ def _leaves(root: Edge) -> list[Read]:
     stack: list[Read] = [(root, Term(), None)]
     while stack:
         edge, above, weights = stack.pop()
-        if weights is not None and _size(edge) == 1:
-            above, weights = above.times(_number(weights)), None
+        if weights is not None:
+            weights = _fitted(weights, edge)
+            if _size(edge) == 1:
+                above, weights = above.times(_number(weights)), None
         below = _below(edge, above, weights)
         if below is None:
             leaf = _of_scores(edge, above, weights)
@@ -111,7 +112,7 @@ def _below(edge: Edge, above: Term, weights: Weights) -> list[Read] | None:
     if name in ("Mul", "Div"):
         return _multiplied(edge, above, weights)
     if _SAME.fullmatch(name):
-        return [(below[0], above, _fitted(weights, below[0]))]
+        return [(below[0], above, weights)]
     if not _is_linear(edge):
         return None
     if name == "Mean":  # its own function divides again
@@ -125,9 +126,7 @@ def _below(edge: Edge, above: Term, weights: Weights) -> list[Read] | None:
         return [(each, above, None) for each in below]
     pairs = zip(node.next_functions, _through(edge, weights), strict=False)
     return [
-        (each, above, _fitted(given, each))
-        for each, given in pairs
-        if each[0] is not None and given is not None
+        (each, above, given) for each, given in pairs if each[0] is not None and given is not None
     ]
 
 
@@ -142,7 +141,7 @@ def _added(edge: Edge, above: Term, weights: Weights) -> list[Read] | None:
     alpha = float(_saved(node, "alpha") or 1)
     signs = {"Sub": (1.0, -alpha), "Rsub": (-alpha, 1.0), "Neg": (-1.0,)}.get(name, (1.0, alpha))
     return [
-        (each, above if sign == 1 else above.times(sign), _fitted(weights, each))
+        (each, above if sign == 1 else above.times(sign), weights)
         for each, sign in zip(node.next_functions, signs, strict=False)
         if each[0] is not None
     ]
@@ -164,7 +163,7 @@ def _multiplied(edge: Edge, above: Term, weights: Weights) -> list[Read] | None:
     is_mask = ((other == 0) | (other == other.max())).all()
     above = replace(above, own=above.own + (~is_mask).double())
     weights = torch.where(is_mask, other, 1.0) * (_ones(edge) if weights is None else weights)
-    return [(below, above, _fitted(weights, below))]
+    return [(below, above, weights)]
 
 
 def _is_linear(edge: Edge) -> bool:
@@ -213,10 +212,8 @@ def _selected(edge: Edge, weights: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def _fitted(weights: Weights, edge: Edge) -> Weights:
+def _fitted(weights: torch.Tensor, edge: Edge) -> torch.Tensor:
     """Weights of what was broadcast, or of a view."""
-    if weights is None or edge[0] is None:
-        return None
     shape = _shape(edge)
     is_view = weights.numel() == math.prod(shape)
     return weights.reshape(shape) if is_view else weights.sum_to_size(shape)
@@ -255,9 +252,10 @@ def _of_scores(edge: Edge, above: Term, weights: Weights) -> Read:
     if _saved(node, "weight") is not None:
         return edge, above, weights
     if name == "NllLoss":
-        hits = (_saved(node, "target") != _ignored(node)).double()
+        (ignored,) = _hidden(edge)
+        hits = (~ignored).double()
         weights = hits if weights is None else hits * weights.reshape(hits.shape)
-        above = above.times(-1.0)
+        above = replace(above, name=name).times(-1.0)
         if _saved(node, "reduction") == _MEAN:
             above = above.over(_number(hits.sum()))
     source = edge if name == "LogSoftmax" or not below else below[0]
@@ -265,8 +263,6 @@ def _of_scores(edge: Edge, above: Term, weights: Weights) -> Read:
     if not classes or name not in ("Mul", "LogSoftmax", "Sum", "Mean", "Gather", "NllLoss"):
         return edge, above, weights
     scores = _scores(source)
-    if name == "NllLoss":
-        above = replace(above, name=name)
     if name == "Sum":
         above = above.times(float(classes))
     if name in ("Mul", "LogSoftmax"):
@@ -348,7 +344,7 @@ def _hidden(edge: Edge, depth: int = 0) -> list[torch.Tensor]:
     node, _ = edge
     name, below = _name(node), _inputs(node)
     if name.startswith("NllLoss"):
-        return [_saved(node, "target") == _ignored(node)]
+        return [_saved(node, "target") == _signed(_saved(node, "ignore_index"))]
     if name == "MaskedFill":
         return [_saved(node, "mask")]
     if name == "Where" and len(below) == 1:
@@ -361,11 +357,6 @@ def _hidden(edge: Edge, depth: int = 0) -> list[torch.Tensor]:
     for each in below[:1] if is_loss else below:
         masks += _hidden(each, depth + 1)
     return masks
-
-
-def _ignored(node: Any) -> int:
-    """The target that cross entropy leaves out."""
-    return _signed(_saved(node, "ignore_index"))
 
 
 def _head(node: Any) -> int:
@@ -381,18 +372,15 @@ def _head(node: Any) -> int:
 # --- what lies below: rows that are compared
 
 
-def _comparing(nodes: Sequence[Any]) -> str:
-    """The name of an operation on rows together that a loss depends on; "" if there is none."""
+def _below_of(nodes: Sequence[Any]) -> Iterator[Any]:
+    """Nodes, and what they are computed from, the nearest first."""
     queue, seen = [*nodes], {*nodes}
     for node in queue:
-        if _compares_rows(node):
-            return _name(node)
-        # What is below a function in Python is not known to be what it depends on.
-        for each, _ in () if isinstance(node, BackwardCFunction) else node.next_functions:
+        yield node
+        for each, _ in node.next_functions:
             if each is not None and each not in seen and len(seen) < NODES:
                 seen.add(each)
                 queue.append(each)
-    return ""
 
 
 def _compares_rows(node: Any) -> bool:
@@ -431,17 +419,14 @@ def _is_outer(below: Sequence[Edge], shape: list[int]) -> bool:
 
 def _is_of_parameters(edge: Edge) -> bool:
     """Whether something small is computed from parameters alone."""
-    queue = [edge[0]]
-    for node in queue:
+    for number, node in enumerate(_below_of([edge[0]])):
         below = _inputs(node)
         # Data stand beside parameters, and have more axes.
-        if len(below) < len(node.next_functions) and not (
+        has_data = len(below) < len(node.next_functions) and not (
             _EACH.fullmatch(_name(node)) and _shape((node, 0)) == _shape(below[0])
-        ):
+        )
+        if has_data or number > 16 or "Embedding" in node.name():
             return False
-        if len(queue) > 16 or "Embedding" in _name(node):
-            return False
-        queue += [each for each, _ in below]
     return True
 
 

@@ -69,7 +69,6 @@ class Loop:
         self._undo: list[Callable[[], object]] = []
         self._is_reduced = False
         self._micro_batch = MicroBatch()
-        self._norms = [each for each in self.model.modules() if isinstance(each, _BatchNorm)]
         self._scaler: Any = None
 
     # --- what is replaced while it is open
@@ -84,7 +83,6 @@ class Loop:
         averages = lambda _, model: self._mark("average", model.parameters())
         for owner, name, first, then in (
             (Optimizer, "__init__", None, lambda made, *_, **__: self._find_optimizers([made])),
-            (_BatchNorm, "__init__", None, lambda made, *_, **__: self._norms.append(made)),
             (torch.autograd, "backward", self._before_backward, self._after_backward),
             (scaler, "scale", self._scale, None),
             (scaler, "step", None, self._after_scaler_step),
@@ -104,9 +102,7 @@ class Loop:
             register_optimizer_step_pre_hook(self._before_step).remove,
             register_optimizer_step_post_hook(self._after_step).remove,
         ]
-        # By type, as a proxy may claim to be an instance of anything.
-        alive = [each for each in gc.get_objects() if issubclass(type(each), Optimizer)]
-        self.quietly(self._find_optimizers, alive)
+        self.quietly(self._find_optimizers, _alive(Optimizer))
 
     def close(self, is_whole: bool, reason: str = "") -> None:
         """Ends the watch, and puts all that was replaced back.
@@ -248,7 +244,7 @@ class Loop:
                 # It may take over the parameters of one before it.
                 for other in [each for each in self._ledgers if not {*each}.isdisjoint(key)]:
                     del self._ledgers[other]
-                norms = [each for each in self._norms if id(each.weight) in key]
+                norms = [each for each in _alive(_BatchNorm) if id(each.weight) in key]
                 self._ledgers[key] = Ledger(optimizer, len(self._ledgers) + 1, norms)
 
     def _ledger(self, optimizer: Any) -> Ledger | None:
@@ -293,6 +289,11 @@ class Loop:
         if window.parts:
             self.windows.append(window)
         return window
+
+
+def _alive(kind: type[Any]) -> list[Any]:
+    """All objects of a class. By type, as a proxy may claim to be an instance of anything."""
+    return [each for each in gc.get_objects() if issubclass(type(each), kind)]
 
 
 def _place() -> int:

@@ -46,18 +46,23 @@ class Term:
 
     def plain(self) -> "Term":
         """It with floats, for which this waits."""
-        factors, divisors, counts = map(_plain, (self.factors, self.divisors, self.counts))
-        return replace(self, factors=factors, divisors=divisors, counts=counts, own=float(self.own))
+        return replace(
+            self,
+            factors=tuple(map(float, self.factors)),
+            divisors=tuple(map(float, self.divisors)),
+            counts=tuple((float(weight), float(targets)) for weight, targets in self.counts),
+            own=float(self.own),
+        )
+
+    def _is_count(self, number: float) -> bool:
+        """Whether it may be the number of its targets."""
+        return any(math.isclose(number, count) for pair in self.counts for count in pair)
 
     @property
     def weights(self) -> list[float]:
         """What it is multiplied by, without signs, and but for numbers of targets or rows."""
-        counts = [self.rows, *(count for pair in self.counts for count in pair)]
-        return [
-            abs(factor)
-            for factor in self.factors
-            if not any(math.isclose(abs(factor), count) for count in counts)
-        ]
+        factors = map(abs, self.factors)
+        return [each for each in factors if not (self._is_count(each) or each == self.rows)]
 
     @property
     def each(self) -> float:
@@ -66,21 +71,15 @@ class Term:
         return math.prod(self.factors) / divisor if divisor else math.nan
 
     @property
-    def outer(self) -> float:
-        """What it is divided by, but for its own count: the number of micro-batches, if that."""
-        counts = {count for pair in self.counts for count in pair}
+    def count(self) -> float:
+        """Its own count, if it is a mean, which is divided by that; else 1."""
         divisors = (self.size, *self.divisors)
-        own = [d for d in divisors if any(math.isclose(d, count) for count in counts)]
-        return float(math.prod(divisors) / (own[0] if own and own[0] else 1.0))
+        return next((each for each in divisors if each and self._is_count(each)), 1.0)
 
     @property
-    def is_mean(self) -> bool:
-        """Whether it is divided by its own count."""
-        return self.outer != self.size * math.prod(self.divisors)
-
-
-def _plain(numbers: Any) -> Any:
-    return tuple(map(_plain, numbers)) if isinstance(numbers, tuple) else float(numbers)
+    def outer(self) -> float:
+        """What it is divided by, but for its own count: the number of micro-batches, if that."""
+        return float(math.prod(self.divisors) * self.size / self.count)
 
 
 @dataclass
@@ -106,7 +105,7 @@ class Finding(NamedTuple):
     """The name of a cause or a note, and what its texts are filled in with."""
 
     name: str
-    words: dict[str, object] = {}  # noqa: RUF012 - nobody writes to it
+    words: dict[str, Any] = {}  # noqa: RUF012 - nobody writes to it
 
 
 @dataclass
