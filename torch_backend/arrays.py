@@ -3,7 +3,7 @@
 import math
 import operator
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
@@ -14,7 +14,7 @@ from funcga._fold import describe as describe
 from funcga._types import Dtype, Scalar
 from funcga.errors import FuncgaError
 from torch_backend import _private
-from torch_backend.dtensor import as_dtensor, is_dtensor, local, local_tensors, redistributed
+from torch_backend.dtensor import as_dtensor, is_dtensor, local_tensors, redistributed
 
 xp = torch
 
@@ -158,9 +158,28 @@ def add(sums: list[torch.Tensor], values: list[torch.Tensor], factor: float) -> 
     torch._foreach_add_(local_tensors(sums), values, alpha=factor)
 
 
-def zeros(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Zeros of this dtype that lie as a tensor does."""
-    return as_dtensor(torch.zeros_like(local(like), dtype=dtype), like)  # type: ignore[no-any-return]
+def zeros(likes: Any, dtypes: dict[int, torch.dtype]) -> dict[int, torch.Tensor]:
+    """Zeros of these dtypes, by index, that lie as the tensors of these indices do."""
+    return _new(likes, dtypes, lambda new, _: torch._foreach_zero_(new))
+
+
+def cast(tensors: Any, dtypes: dict[int, torch.dtype]) -> dict[int, torch.Tensor]:
+    """The tensors of these indices in these dtypes."""
+    return _new(tensors, dtypes, torch._foreach_copy_)
+
+
+def _new(
+    likes: Any, dtypes: dict[int, torch.dtype], fill: Callable[..., None]
+) -> dict[int, torch.Tensor]:
+    # On a device one kernel fills all tensors of a dtype.
+    chosen = [likes[index] for index in dtypes]
+    shards = local_tensors(chosen)
+    new = [
+        torch.empty_like(shard, dtype=dtype, requires_grad=False)
+        for shard, dtype in zip(shards, dtypes.values(), strict=True)
+    ]
+    fill(new, shards)
+    return dict(zip(dtypes, map(as_dtensor, new, chosen), strict=True))
 
 
 def multiply(sums: Sequence[torch.Tensor], factor: float) -> None:

@@ -75,11 +75,11 @@ class Folding:
         return self.adds_of_grads <= {"weighted"}
 
     @cached_property
-    def wide(self) -> list[tuple[int, torch.dtype]]:
-        """Where among the gradients sums stand that are wider than their leaves, and the dtypes."""
+    def wide(self) -> dict[int, torch.dtype]:
+        """The dtypes of sums that are wider than their leaves, by place among the gradients."""
         wide = [self.folds[index].accumulator_dtype for index in self.grads]
         own = [self.outputs.dtypes[index] for index in self.grads]
-        return [(at, dtype) for at, dtype in enumerate(wide) if dtype != own[at]]
+        return {at: dtype for at, dtype in enumerate(wide) if dtype != own[at]}
 
     @cached_property
     def lends(self) -> bool:
@@ -103,13 +103,13 @@ class Folding:
         return [index for index in self.outputs.reduced if index not in divided]
 
     @cached_property
-    def cast(self) -> list[tuple[int, torch.dtype]]:
-        """The sums that are divided, and have results of another dtype."""
-        return [
-            (index, fold.result_dtype)
+    def cast(self) -> dict[int, torch.dtype]:
+        """The dtypes of results, where sums that are divided have another one."""
+        return {
+            index: fold.result_dtype
             for index, fold in self.folds.items()
             if index not in self.normalized and fold.accumulator_dtype != fold.result_dtype
-        ]
+        }
 
 
 @dataclass(eq=False)
@@ -184,8 +184,10 @@ class Sums:
         outputs = self.folding.outputs
         self.add_reduced(values, weight)
         for index in outputs.collected:
-            # Copied, because grad_fn may reuse its buffer, as a captured CUDA graph does.
-            self.collected[index].append(arrays.strided(values[index]).clone())
+            # Copied, because grad_fn may reuse its buffer, as a captured CUDA graph does. What a
+            # tool has measured is new.
+            row = arrays.strided(values[index])
+            self.collected[index].append(row if index < outputs.before else row.clone())
         # Copied, because state may be a view of the micro-batch, which is freed next.
         self.state = [
             leaf.clone() if arrays.is_array(leaf) and not self.folding.pure else leaf
@@ -198,11 +200,13 @@ class Sums:
         """Folds the reduced ones of these leaves in, all that are added alike in one kernel."""
         of, folds, adds = self.of, self.folding.folds, self.folding.adds
         dense = {index: arrays.strided(values[index]) for index in values if index in folds}
+        new = [index for index in dense if adds[index] is not None and of[index] is None]
+        if new:
+            dtypes = {index: folds[index].accumulator_dtype for index in new}
+            of.update(arrays.zeros(dense, dtypes))
         for index, value in dense.items():
             fold = folds[index]
             if adds[index] is not None:
-                if of[index] is None:
-                    of[index] = arrays.zeros(value, fold.accumulator_dtype)
                 continue
             if of[index] is None:
                 of[index] = fold.identity(value)
@@ -232,8 +236,9 @@ class Sums:
             sums = [results[index] for index in indices]
             if isinstance(divisor, torch.Tensor) or divisor != unit:
                 arrays.divide(sums, divisor / unit)
-        for index, dtype in folding.cast:
-            results[index] = results[index].to(dtype)
+        if folding.cast:
+            for index, narrow in arrays.cast(results, folding.cast).items():
+                results[index] = narrow
         for index in folding.normalized:
             results[index] = self._normalized(index, results[index])
         for index, fold in outputs.collected.items():

@@ -284,8 +284,9 @@ const std::set<std::string> INDEXING = {
     "aten::_index_put_impl_"};
 
 // How many kernels a `_foreach_` or `_fused_` operator launches: one for so many tensors if all lists are alike, which
-// are the same limits as in torch (ForeachUtils.h, MultiTensorApply.cuh); otherwise one for each tensor.
-int64_t launches_for(const std::vector<std::vector<Tensor>>& lists) {
+// are the same limits as in torch (ForeachUtils.h, MultiTensorApply.cuh); otherwise one for each tensor. A copy `casts`:
+// its two lists may be of two dtypes.
+int64_t launches_for(const std::vector<std::vector<Tensor>>& lists, bool casts) {
   if (lists.empty() || lists[0].empty()) return 1;
   const Tensor& first = lists[0][0];
   int64_t length = lists[0].size();
@@ -293,7 +294,8 @@ int64_t launches_for(const std::vector<std::vector<Tensor>>& lists) {
     for (size_t i = 0; i < list.size(); ++i) {
       auto& tensor = list[i];
       auto& partner = lists[0][i < lists[0].size() ? i : 0];
-      bool alike = tensor.scalar_type() == first.scalar_type() && tensor.device() == first.device() &&
+      auto dtype = (casts ? list[0] : first).scalar_type();
+      bool alike = tensor.scalar_type() == dtype && tensor.device() == first.device() &&
                    tensor.is_non_overlapping_and_dense() && tensor.sizes() == partner.sizes() &&
                    tensor.strides() == partner.strides();
       if (!alike) return length;
@@ -396,7 +398,7 @@ struct Call {
 
   void count_it() {
     bool is_of_lists = is_foreach || begins(name, "aten::_fused_");
-    count("launch", name, is_of_lists ? launches_for(lists) : 1);
+    count("launch", name, is_of_lists ? launches_for(lists, name == "aten::_foreach_copy_") : 1);
     if (WAITING.count(name)) wait(name);
   }
 

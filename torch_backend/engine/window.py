@@ -363,8 +363,7 @@ class Window(ExitStack):
         self.held = [None] * len(self.inputs)
         if folding.lends and folding.wide:
             # A wider sum begins with zeros: autograd could only begin it in the leaf's dtype.
-            for at, dtype in folding.wide:
-                total = torch.zeros_like(self.inputs[at], dtype=dtype, requires_grad=False)
+            for at, total in arrays.zeros(self.inputs, folding.wide).items():
                 self.held[at] = sums.of[folding.grads[at]] = total
             self._hold(self.held)
             self.writes = self._count_writes()
