@@ -3,7 +3,7 @@
 import math
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
@@ -14,7 +14,7 @@ from funcga._fold import describe as describe
 from funcga._types import Dtype, Scalar
 from funcga.errors import FuncgaError
 from torch_backend import _private
-from torch_backend.dtensor import as_dtensor, is_dtensor, local_tensors, redistributed
+from torch_backend.dtensor import as_dtensor, is_dtensor, local, local_tensors, redistributed
 
 xp = torch
 
@@ -160,26 +160,26 @@ def add(sums: list[torch.Tensor], values: list[torch.Tensor], factor: float) -> 
 
 def zeros(likes: Any, dtypes: dict[int, torch.dtype]) -> dict[int, torch.Tensor]:
     """Zeros of these dtypes, by index, that lie as the tensors of these indices do."""
-    return _new(likes, dtypes, lambda new, _: torch._foreach_zero_(new))
+    new = _empty(likes, dtypes)
+    torch._foreach_zero_(local_tensors([*new.values()]))
+    return new
 
 
 def cast(tensors: Any, dtypes: dict[int, torch.dtype]) -> dict[int, torch.Tensor]:
-    """The tensors of these indices in these dtypes."""
-    return _new(tensors, dtypes, torch._foreach_copy_)
+    """Copies of the tensors of these indices in these dtypes."""
+    new = _empty(tensors, dtypes)
+    before = local_tensors([tensors[index] for index in dtypes])
+    torch._foreach_copy_(local_tensors([*new.values()]), before)
+    return new
 
 
-def _new(
-    likes: Any, dtypes: dict[int, torch.dtype], fill: Callable[..., None]
-) -> dict[int, torch.Tensor]:
-    # On a device one kernel fills all tensors of a dtype.
-    chosen = [likes[index] for index in dtypes]
-    shards = local_tensors(chosen)
-    new = [
-        torch.empty_like(shard, dtype=dtype, requires_grad=False)
-        for shard, dtype in zip(shards, dtypes.values(), strict=True)
-    ]
-    fill(new, shards)
-    return dict(zip(dtypes, map(as_dtensor, new, chosen), strict=True))
+# On a device one kernel fills all tensors of a dtype.
+def _empty(likes: Any, dtypes: dict[int, torch.dtype]) -> dict[int, torch.Tensor]:
+    new = dict[int, torch.Tensor]()
+    for index, dtype in dtypes.items():
+        shard = torch.empty_like(local(likes[index]), dtype=dtype, requires_grad=False)
+        new[index] = as_dtensor(shard, likes[index])
+    return new
 
 
 def multiply(sums: Sequence[torch.Tensor], factor: float) -> None:

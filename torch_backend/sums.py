@@ -77,9 +77,12 @@ class Folding:
     @cached_property
     def wide(self) -> dict[int, torch.dtype]:
         """The dtypes of sums that are wider than their leaves, by place among the gradients."""
-        wide = [self.folds[index].accumulator_dtype for index in self.grads]
-        own = [self.outputs.dtypes[index] for index in self.grads]
-        return {at: dtype for at, dtype in enumerate(wide) if dtype != own[at]}
+        folds, own = self.folds, self.outputs.dtypes
+        return {
+            at: folds[index].accumulator_dtype
+            for at, index in enumerate(self.grads)
+            if folds[index].accumulator_dtype != own[index]
+        }
 
     @cached_property
     def lends(self) -> bool:
@@ -200,14 +203,14 @@ class Sums:
         """Folds the reduced ones of these leaves in, all that are added alike in one kernel."""
         of, folds, adds = self.of, self.folding.folds, self.folding.adds
         dense = {index: arrays.strided(values[index]) for index in values if index in folds}
-        new = [index for index in dense if adds[index] is not None and of[index] is None]
+        added = [index for index in dense if adds[index] is not None]
+        new = {index: folds[index].accumulator_dtype for index in added if of[index] is None}
         if new:
-            dtypes = {index: folds[index].accumulator_dtype for index in new}
-            of.update(arrays.zeros(dense, dtypes))
+            of.update(arrays.zeros(dense, new))
         for index, value in dense.items():
-            fold = folds[index]
             if adds[index] is not None:
                 continue
+            fold = folds[index]
             if of[index] is None:
                 of[index] = fold.identity(value)
             of[index] = fold.combine(of[index], fold.lift(value, weight))
@@ -216,7 +219,7 @@ class Sums:
                 of[index] = value.clone()
         # A weight that is a tensor is that of a transform, in which no kernel adds.
         for kind, factor in (("weighted", self.share(weight)), ("plain", 1)):
-            indices = [index for index in dense if adds[index] == kind]
+            indices = [index for index in added if adds[index] == kind]
             if indices and factor:  # a weight of 0 adds nothing, not even a NaN
                 sums, more = [of[index] for index in indices], [dense[index] for index in indices]
                 arrays.add(sums, more, factor)

@@ -276,6 +276,8 @@ class Window(ExitStack):
             for leaf in inputs:
                 leaf.grad = None
         self.backward(loss, seed, moving)
+        if self.measuring is not None:
+            self.measuring.measure()
         if not is_lent:
             self._take(weight)
         elif not self.begun:

@@ -193,7 +193,7 @@ class Readings:
         """The observation of a finished window: `folded` are the results of the measures."""
         (factor,), trees, xp = folded[0], self.trees, self.xp
         results = self._vectors([*folded, *trees.flatten(value)[0]], {})
-        divisor = factor + (factor == 0)  # of a window that weighs nothing
+        divisor = xp.where(factor == 0, 1, factor)  # of a window that weighs nothing
         in_units = divisor
         if self.arrays.is_array(loss_scale) or loss_scale != 1:
             in_units = divisor / self.arrays.as_array(loss_scale, self.dtype)

@@ -70,10 +70,12 @@ class MeasuredGradient:
         """Ones in place of measures, and what the gradient function returns."""
         return self.before, self.inner.compose(*args)
 
-    def begin(self, leaves: Mapping[int, torch.Tensor]) -> None:
+    def begin(self, leaves: Mapping[int, torch.Tensor], is_alone: bool) -> None:
         """Measures what comes to those of these leaves that are observed. They last as long as the
-        window; the gradients of all others are measured as values.
+        window; the gradients of all others are measured as values. `is_alone`: whether nothing but
+        autograd writes to gradients before the end of the pass.
         """
+        self.is_alone = is_alone
         for index in leaves.keys() & self.readings.indices:
             leaf, hook = leaves[index], partial(self._arrived, index)
             self.hooks.append((leaf, leaf.register_hook(hook)))  # type: ignore[no-untyped-call]
@@ -89,13 +91,15 @@ class MeasuredGradient:
             (row,) = rows(self.readings, [gradient])
             self.measured[index] = row.to(self.nothing.device)
             return
-        self.waiting[index] = gradient
+        # Of a gradient that nobody else holds autograd makes a `.grad` without a copy.
+        self.waiting[index] = gradient.detach() if self.is_alone else gradient
         self.elements += gradient.numel()
         if self.elements > self.most:
-            self._measure()
+            self.measure()
 
-    def _measure(self) -> None:
-        """Measures what waits."""
+    @torch.no_grad()
+    def measure(self) -> None:
+        """Measures what waits, and holds no gradient any more."""
         waiting, self.waiting, self.elements = self.waiting, {}, 0
         if waiting:
             found = rows(self.readings, [*waiting.values()])
@@ -109,8 +113,8 @@ class MeasuredGradient:
         `values` are the leaves of the output that autograd has not added.
         """
         nothing = dict.fromkeys(self.readings.indices, self.nothing)
-        leaves, known = {**nothing, **values, **self.waiting}, self.measured
-        self.waiting, self.measured, self.elements = {}, {}, 0
+        self.measure()
+        leaves, known, self.measured = {**nothing, **values}, self.measured, {}
         # A pass without a weight measures nothing, and the micro-batch counts for nothing.
         one = self.before[0]
         return dict(enumerate(self.readings.leaves_for(leaves, weight, known, seed or 1.0, one)))
