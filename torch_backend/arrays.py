@@ -175,11 +175,10 @@ def cast(tensors: Any, dtypes: dict[int, torch.dtype]) -> dict[int, torch.Tensor
 
 # On a device one kernel fills all tensors of a dtype.
 def _empty(likes: Any, dtypes: dict[int, torch.dtype]) -> dict[int, torch.Tensor]:
-    new = dict[int, torch.Tensor]()
-    for index, dtype in dtypes.items():
-        shard = torch.empty_like(local(likes[index]), dtype=dtype, requires_grad=False)
-        new[index] = as_dtensor(shard, likes[index])
-    return new
+    return {
+        index: as_dtensor(torch.empty_like(local(likes[index]), dtype=dtype), likes[index])
+        for index, dtype in dtypes.items()
+    }
 
 
 def multiply(sums: Sequence[torch.Tensor], factor: float) -> None:
