@@ -185,7 +185,7 @@ def _powers(xp: Namespace, squares: Array, weight: Scalar) -> Array:
     """
     is_known = isinstance(weight, int | float)
     if is_known and not weight:
-        return xp.zeros_like(xp.stack([squares] * 6))
+        return xp.zeros_like(xp.broadcast_to(squares, (6, *squares.shape)))
     # Few operations, as each is a kernel.
     ones = xp.ones_like(squares)
     once = xp.stack([squares, ones]) * weight

@@ -18,7 +18,7 @@ MOST = {
     "16-bit parameters": (torch.bfloat16, {}, 149),
     "gradient_norms()": (torch.float32, NORMS, 167),
     "gradient_norms(), 16-bit parameters": (torch.bfloat16, NORMS, 185),
-    "gradient_noise()": (torch.float32, NOISE, 238),
+    "gradient_noise()": (torch.float32, NOISE, 237),
     "drop='microbatch'": (torch.float32, {"drop": "microbatch"}, 197),
     "drop='window'": (torch.float32, {"drop": "window"}, 216),
     "drop='microbatch', 16-bit parameters": (torch.bfloat16, {"drop": "microbatch"}, 246),

@@ -161,7 +161,7 @@ class SkippingCalls(Called):
         count = arrays.counted(keep.float()) if arrays.is_array(keep) else keep
         sums.steps, sums.total = sums.steps + keep, sums.total + count * weight
         if self.dropping.scope == "window":
-            sums.rejected = sums.rejected + ~is_kept
+            sums.rejected = sums.rejected + (keep == 0)
         else:
             take_back(sums, keep, self.before)
 
