@@ -203,26 +203,26 @@ class Sums:
         """Folds the reduced ones of these leaves in, all that are added alike in one kernel."""
         of, folds, adds = self.of, self.folding.folds, self.folding.adds
         dense = {index: arrays.strided(values[index]) for index in values if index in folds}
-        added = [index for index in dense if adds[index] is not None]
-        new = {index: folds[index].accumulator_dtype for index in added if of[index] is None}
+        for index in [index for index in dense if adds[index] is None]:
+            of[index] = self._combined(index, dense.pop(index), weight)
+        new = {index: folds[index].accumulator_dtype for index in dense if of[index] is None}
         if new:
             of.update(arrays.zeros(dense, new))
-        for index, value in dense.items():
-            if adds[index] is not None:
-                continue
-            fold = folds[index]
-            if of[index] is None:
-                of[index] = fold.identity(value)
-            of[index] = fold.combine(of[index], fold.lift(value, weight))
-            # A monoid of the user's may return its argument, whose memory belongs to grad_fn.
-            if of[index] is value:
-                of[index] = value.clone()
         # A weight that is a tensor is that of a transform, in which no kernel adds.
         for kind, factor in (("weighted", self.share(weight)), ("plain", 1)):
-            indices = [index for index in added if adds[index] == kind]
+            indices = [index for index in dense if adds[index] == kind]
             if indices and factor:  # a weight of 0 adds nothing, not even a NaN
-                sums, more = [of[index] for index in indices], [dense[index] for index in indices]
+                sums, more = ([*map(each.__getitem__, indices)] for each in (of, dense))
                 arrays.add(sums, more, factor)
+
+    def _combined(self, index: int, value: torch.Tensor, weight: Scalar) -> Any:
+        """What is folded of a leaf that torch does not add."""
+        fold, before = self.folding.folds[index], self.of[index]
+        if before is None:
+            before = fold.identity(value)
+        total = fold.combine(before, fold.lift(value, weight))
+        # A monoid of the user's may return its argument, whose memory belongs to grad_fn.
+        return total.clone() if total is value else total
 
     # --- the end of the window
 
@@ -232,7 +232,7 @@ class Sums:
         """
         folding, outputs = self.folding, self.folding.outputs
         of, self.of = self.of, defaultdict(NoneType)
-        results = [of[index] for index in range(len(outputs.folds))]
+        results = [*map(of.__getitem__, range(len(outputs.folds)))]
         for indices, by, weighted in folding.quotients:
             divisor = self.total if by == "weight" else self.steps
             unit = (self.unit or 1.0) if weighted else 1.0

@@ -276,8 +276,6 @@ class Window(ExitStack):
             for leaf in inputs:
                 leaf.grad = None
         self.backward(loss, seed, moving)
-        if self.measuring is not None:
-            self.measuring.measure()
         if not is_lent:
             self._take(weight)
         elif not self.begun:
@@ -374,6 +372,8 @@ class Window(ExitStack):
     def _adopt(self) -> None:
         """Makes sums of the first gradients that autograd has left in the leaves."""
         assert self.sums is not None
+        if self.measuring is not None:
+            self.measuring.measure()  # and holds none of them any more
         grads, held, indices = [*map(_GRAD, self.inputs)], [*self.held], self.sums.folding.grads
         new = [at for at, grad in enumerate(grads) if grad is not None and held[at] is None]
         firsts = [grads[at] for at in new]
