@@ -183,10 +183,15 @@ def _powers(xp: Namespace, squares: Array, weight: Scalar) -> Array:
     """What is summed of a micro-batch: y, y^2, b y, b, b^2 and 1, with y = b |g|^2; nothing for
     a weight of 0.
     """
+    is_known = isinstance(weight, int | float)
+    if is_known and not weight:
+        return xp.zeros_like(xp.broadcast_to(squares, (6, *squares.shape)))
+    # Few operations, as each is a kernel.
     ones = xp.ones_like(squares)
-    b = ones * weight
-    y = squares * b
-    return xp.where(b > 0, xp.stack([y, y * y, b * y, b, b * b, ones]), 0)
+    once = xp.stack([squares, ones]) * weight
+    (y, b), (yy, bb) = once, once * once
+    powers = xp.stack([y, yy, y * weight, b, bb, ones])
+    return powers if is_known else xp.where(b > 0, powers, 0)
 
 
 _FOLD = Fold(Reducer(_powers, monoids.sum, over_steps=True), normalizers.identity)
@@ -211,7 +216,7 @@ def _noise(xp: Namespace, observed: Observed) -> GradientNoise:
     of_residuals = 2 * by - trace * b - norm_squared * bb
     squares = yy - trace * y - norm_squared * of_residuals
     # Beyond the range of floats, where the sums are infinite and their difference is not known.
-    squares = xp.where(xp.isfinite(squares), squares, xp.inf)
+    squares = xp.nan_to_num(squares, nan=xp.inf, posinf=xp.inf, neginf=xp.inf)
     variance = xp.clip(squares / freedom, 0)
     # The first term alone makes |g|^2 vary, and is at most the whole. It is also at most 4 b |G|^2
     # times the largest eigenvalue of Sigma, which is not above the root of tr(Sigma^2).
@@ -234,9 +239,9 @@ def _in_units(
     scale = trace / norm_squared
     # To first order, of two errors that have nothing to do with each other.
     scale_error = xp.sqrt(error**2 + (scale * norm_error) ** 2) / abs(norm_squared)
-    return GradientNoise(
-        unit * trace, unit * norm_squared, scale, unit * error, unit * norm_error, scale_error
-    )
+    estimates = unit * xp.stack([trace, norm_squared, error, norm_error])
+    trace, norm_squared, error, norm_error = estimates
+    return GradientNoise(trace, norm_squared, scale, error, norm_error, scale_error)
 
 
 class NoiseAverage(NamedTuple):

@@ -158,9 +158,27 @@ def add(sums: list[torch.Tensor], values: list[torch.Tensor], factor: float) -> 
     torch._foreach_add_(local_tensors(sums), values, alpha=factor)
 
 
-def zeros(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Zeros of this dtype that lie as a tensor does."""
-    return as_dtensor(torch.zeros_like(local(like), dtype=dtype), like)  # type: ignore[no-any-return]
+def zeros(likes: Any, dtypes: dict[int, torch.dtype]) -> dict[int, torch.Tensor]:
+    """Zeros of these dtypes, by index, that lie as the tensors of these indices do."""
+    new = _empty(likes, dtypes)
+    torch._foreach_zero_(local_tensors([*new.values()]))
+    return new
+
+
+def cast(tensors: Any, dtypes: dict[int, torch.dtype]) -> dict[int, torch.Tensor]:
+    """Copies of the tensors of these indices in these dtypes."""
+    new = _empty(tensors, dtypes)
+    before = local_tensors([tensors[index] for index in dtypes])
+    torch._foreach_copy_(local_tensors([*new.values()]), before)
+    return new
+
+
+# On a device one kernel fills all tensors of a dtype.
+def _empty(likes: Any, dtypes: dict[int, torch.dtype]) -> dict[int, torch.Tensor]:
+    return {
+        index: as_dtensor(torch.empty_like(local(likes[index]), dtype=dtype), likes[index])
+        for index, dtype in dtypes.items()
+    }
 
 
 def multiply(sums: Sequence[torch.Tensor], factor: float) -> None:

@@ -75,11 +75,14 @@ class Folding:
         return self.adds_of_grads <= {"weighted"}
 
     @cached_property
-    def wide(self) -> list[tuple[int, torch.dtype]]:
-        """Where among the gradients sums stand that are wider than their leaves, and the dtypes."""
-        wide = [self.folds[index].accumulator_dtype for index in self.grads]
-        own = [self.outputs.dtypes[index] for index in self.grads]
-        return [(at, dtype) for at, dtype in enumerate(wide) if dtype != own[at]]
+    def wide(self) -> dict[int, torch.dtype]:
+        """The dtypes of sums that are wider than their leaves, by place among the gradients."""
+        folds, own = self.folds, self.outputs.dtypes
+        return {
+            at: folds[index].accumulator_dtype
+            for at, index in enumerate(self.grads)
+            if folds[index].accumulator_dtype != own[index]
+        }
 
     @cached_property
     def lends(self) -> bool:
@@ -103,13 +106,13 @@ class Folding:
         return [index for index in self.outputs.reduced if index not in divided]
 
     @cached_property
-    def cast(self) -> list[tuple[int, torch.dtype]]:
-        """The sums that are divided, and have results of another dtype."""
-        return [
-            (index, fold.result_dtype)
+    def cast(self) -> dict[int, torch.dtype]:
+        """The dtypes of results, where sums that are divided have another one."""
+        return {
+            index: fold.result_dtype
             for index, fold in self.folds.items()
             if index not in self.normalized and fold.accumulator_dtype != fold.result_dtype
-        ]
+        }
 
 
 @dataclass(eq=False)
@@ -184,8 +187,10 @@ class Sums:
         outputs = self.folding.outputs
         self.add_reduced(values, weight)
         for index in outputs.collected:
-            # Copied, because grad_fn may reuse its buffer, as a captured CUDA graph does.
-            self.collected[index].append(arrays.strided(values[index]).clone())
+            # Copied, because grad_fn may reuse its buffer, as a captured CUDA graph does. What a
+            # tool has measured is new.
+            row = arrays.strided(values[index])
+            self.collected[index].append(row if index < outputs.before else row.clone())
         # Copied, because state may be a view of the micro-batch, which is freed next.
         self.state = [
             leaf.clone() if arrays.is_array(leaf) and not self.folding.pure else leaf
@@ -198,24 +203,26 @@ class Sums:
         """Folds the reduced ones of these leaves in, all that are added alike in one kernel."""
         of, folds, adds = self.of, self.folding.folds, self.folding.adds
         dense = {index: arrays.strided(values[index]) for index in values if index in folds}
-        for index, value in dense.items():
-            fold = folds[index]
-            if adds[index] is not None:
-                if of[index] is None:
-                    of[index] = arrays.zeros(value, fold.accumulator_dtype)
-                continue
-            if of[index] is None:
-                of[index] = fold.identity(value)
-            of[index] = fold.combine(of[index], fold.lift(value, weight))
-            # A monoid of the user's may return its argument, whose memory belongs to grad_fn.
-            if of[index] is value:
-                of[index] = value.clone()
+        for index in [index for index in dense if adds[index] is None]:
+            of[index] = self._combined(index, dense.pop(index), weight)
+        new = {index: folds[index].accumulator_dtype for index in dense if of[index] is None}
+        if new:
+            of.update(arrays.zeros(dense, new))
         # A weight that is a tensor is that of a transform, in which no kernel adds.
         for kind, factor in (("weighted", self.share(weight)), ("plain", 1)):
             indices = [index for index in dense if adds[index] == kind]
             if indices and factor:  # a weight of 0 adds nothing, not even a NaN
-                sums, more = [of[index] for index in indices], [dense[index] for index in indices]
+                sums, more = ([*map(each.__getitem__, indices)] for each in (of, dense))
                 arrays.add(sums, more, factor)
+
+    def _combined(self, index: int, value: torch.Tensor, weight: Scalar) -> Any:
+        """What is folded of a leaf that torch does not add."""
+        fold, before = self.folding.folds[index], self.of[index]
+        if before is None:
+            before = fold.identity(value)
+        total = fold.combine(before, fold.lift(value, weight))
+        # A monoid of the user's may return its argument, whose memory belongs to grad_fn.
+        return total.clone() if total is value else total
 
     # --- the end of the window
 
@@ -225,15 +232,16 @@ class Sums:
         """
         folding, outputs = self.folding, self.folding.outputs
         of, self.of = self.of, defaultdict(NoneType)
-        results = [of[index] for index in range(len(outputs.folds))]
+        results = [*map(of.__getitem__, range(len(outputs.folds)))]
         for indices, by, weighted in folding.quotients:
             divisor = self.total if by == "weight" else self.steps
             unit = (self.unit or 1.0) if weighted else 1.0
             sums = [results[index] for index in indices]
             if isinstance(divisor, torch.Tensor) or divisor != unit:
                 arrays.divide(sums, divisor / unit)
-        for index, dtype in folding.cast:
-            results[index] = results[index].to(dtype)
+        if folding.cast:
+            for index, narrow in arrays.cast(results, folding.cast).items():
+                results[index] = narrow
         for index in folding.normalized:
             results[index] = self._normalized(index, results[index])
         for index, fold in outputs.collected.items():

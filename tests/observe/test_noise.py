@@ -57,3 +57,14 @@ def test_large_gradients(kit):
         average, state = funcga.observers.averaged(window, state, 0.9)
     assert all(np.isfinite(float(number)) for number in state)
     assert abs(float(average.trace) - 8) < 1e-5
+
+
+def test_a_micro_batch_without_a_weight_says_nothing(kit):
+    step = funcga.stream(
+        funcga.grad(lambda w, x: (w * x).mean()),
+        weight=lambda x: len(x) * (len(x) > 1),
+        observe=funcga.gradient_noise(),
+    )
+    rows = [kit.arrays(np.array(values, "float32")) for values in ([1, 2], [float("nan")], [4, 4, 1], [3, 5])]
+    found, wanted = (step(kit.arrays(np.float32(1)), [(x,) for x in items])[1] for items in (rows, rows[:1] + rows[2:]))
+    np.testing.assert_allclose([float(number) for number in found], [float(number) for number in wanted], rtol=1e-6)

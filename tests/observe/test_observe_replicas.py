@@ -1,5 +1,7 @@
 """observe= over replicas in torch: what all micro-batches of all processes say, whoever reduces the gradients."""
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,8 +15,8 @@ from tests.torch_backend.wrapped.test_wrapped import WRAPPERS, made
 LIMIT = 1e-12
 OBSERVE = {"noise": funcga.gradient_noise(groups=lambda path: path.removeprefix("module.").split(".")[0])}
 NORMS = {**OBSERVE, "norms": funcga.gradient_norms()}
-# How many rows the micro-batches of each rank have: as many micro-batches everywhere, more on one, none on another.
-EVEN, UNEVEN, WITH_NONE = [[3, 2], [1, 4]], [[3, 1, 2], [4]], [[3, 2], []]
+# How many rows the micro-batches of each rank have: as many micro-batches everywhere, one, more on one, none on another.
+EVEN, ALONE, UNEVEN, WITH_NONE = [[3, 2], [1, 4]], [[3], [2]], [[3, 1, 2], [4]], [[3, 2], []]
 
 
 def items(sizes, dtype=torch.float64):
@@ -83,8 +85,7 @@ def run_merged(group, sizes, which):
     return merged(group, sizes, which, OBSERVE) + merged(group, sizes, which, NORMS)
 
 
-def wrapped(group, name, weighted):
-    sizes = EVEN
+def wrapped(group, name, sizes, weighted):
     module = WRAPPERS[name](group, made(torch.float64))
     summed = lambda module, x, y: loss_of(module, x, y) * len(x)
     loss, fold = (loss_of, funcga.mean()) if weighted else (summed, funcga.per_weight())
@@ -106,7 +107,9 @@ def local(tensor):
 
 
 def both_folds(group, name):
-    return wrapped(group, name, True) + wrapped(group, name, False)
+    # What wraps a module reduces the first gradients of a window of one micro-batch where they are.
+    cases = itertools.product((EVEN, ALONE), (True, False))
+    return [far for sizes, weighted in cases for far in wrapped(group, name, sizes, weighted)]
 
 
 @pytest.mark.parametrize("name", [name for name in WRAPPERS if not name.startswith("fsdp1")])

@@ -39,7 +39,8 @@ def folding_of(window: Any, loss: torch.Tensor, aux: Tree) -> Folding:
     first = len(rest) if gradient.with_value else outputs.before
     beside = [*range(first), *range(first + len(leaves) - len(rest), len(leaves))]
     if program.readings is not None:
-        gradient.begin(dict(zip(of_inputs, window.arriving, strict=True)))
+        arriving = window.arriving
+        gradient.begin(dict(zip(of_inputs, arriving, strict=True)), arriving is window.inputs)
     folding = Folding(
         outputs,
         grads=of_inputs,

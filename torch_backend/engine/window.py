@@ -363,8 +363,7 @@ class Window(ExitStack):
         self.held = [None] * len(self.inputs)
         if folding.lends and folding.wide:
             # A wider sum begins with zeros: autograd could only begin it in the leaf's dtype.
-            for at, dtype in folding.wide:
-                total = torch.zeros_like(self.inputs[at], dtype=dtype, requires_grad=False)
+            for at, total in arrays.zeros(self.inputs, folding.wide).items():
                 self.held[at] = sums.of[folding.grads[at]] = total
             self._hold(self.held)
             self.writes = self._count_writes()
@@ -373,6 +372,8 @@ class Window(ExitStack):
     def _adopt(self) -> None:
         """Makes sums of the first gradients that autograd has left in the leaves."""
         assert self.sums is not None
+        if self.measuring is not None:
+            self.measuring.measure()  # and holds none of them any more
         grads, held, indices = [*map(_GRAD, self.inputs)], [*self.held], self.sums.folding.grads
         new = [at for at, grad in enumerate(grads) if grad is not None and held[at] is None]
         firsts = [grads[at] for at in new]

@@ -6,7 +6,7 @@ nothing. One micro-batch's gradients are held at a time. Where only a device kno
 nothing waits for it: what is added is selected.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -53,10 +53,19 @@ def take_back(sums: Sums, keep: bool | torch.Tensor, before: Before) -> None:
     sums.state = choose(sums.state, state)
 
 
-def _filled(leaf: torch.Tensor, dropped: torch.Tensor, by: float = 0) -> Any:
-    """A leaf with this number in place of all of its own if it is `dropped`, a 0-d array."""
-    shard = local(leaf)
-    return as_dtensor(shard.masked_fill(dropped.to(shard.device), by), leaf)
+def unless_dropped(keep: torch.Tensor, number: float = 0.0) -> Callable[[torch.Tensor], Any]:
+    """A function of a leaf: the leaf if `keep`, a 0-d array, is true, else this number."""
+    known = dict[Any, tuple[torch.Tensor, torch.Tensor]]()
+
+    def chosen(leaf: torch.Tensor) -> Any:
+        shard = local(leaf)
+        kind = shard.device, shard.dtype
+        if kind not in known:
+            known[kind] = keep.to(shard.device), shard.new_full((), number)
+        is_kept, otherwise = known[kind]
+        return as_dtensor(torch.where(is_kept, shard, otherwise), leaf)
+
+    return chosen
 
 
 def result_of(sums: Sums, before: Before) -> Tree:
@@ -65,13 +74,13 @@ def result_of(sums: Sums, before: Before) -> Tree:
     if keep is True:
         return sums.result()
     take_back(sums, keep, before)
-    filled = partial(_filled, dropped=arrays.as_array(keep == 0))
+    of_sums, of_rows = (unless_dropped(arrays.as_array(keep), number) for number in (0.0, NAN))
 
     def fill(leaves: list[Any]) -> None:
         for index in outputs.reduced:
-            leaves[index] = _private.pytree.tree_map(filled, leaves[index])
+            leaves[index] = _private.pytree.tree_map(of_sums, leaves[index])
         for index in outputs.collected:  # by observers
-            leaves[index] = filled(leaves[index], by=NAN)
+            leaves[index] = of_rows(leaves[index])
 
     return sums.result(fill)
 
@@ -132,19 +141,22 @@ class SkippingCalls(Called):
         if keep is True:
             super().add(sums, leaves, weight)
             return
-        dropped = arrays.as_array(keep == 0)
+        is_kept = arrays.as_array(keep)
+        chosen, chosen_row = unless_dropped(is_kept), unless_dropped(is_kept, NAN)
+        added = dict[int, Any]()
         for index, fold in folding.folds.items():
-            # The identity of its monoid in its place: zeros of what is added, one leaf after the
-            # other, so that one copy is held at a time.
+            # The identity of its monoid in its place: zeros of what is added. Each leaf is freed
+            # before the next one is copied.
             value, before = arrays.strided(leaves[index]), sums.of[index]
             if folding.adds[index] is not None:
-                sums.add_reduced({index: _filled(value, dropped)}, weight)
+                added[index] = leaves[index] = chosen(value)
                 continue
             nothing = fold.identity(value)
             lifted = selected(keep, fold.lift(value, weight), nothing, outputs.backend)
             sums.of[index] = fold.combine(nothing if before is None else before, lifted)
+        sums.add_reduced(added, weight)
         for index in outputs.collected:  # by observers
-            sums.collected[index].append(_filled(leaves[index], dropped, NAN))
+            sums.collected[index].append(chosen_row(leaves[index]))
         sums.state = [leaves[index] for index in outputs.threads]
         count = arrays.counted(keep.float()) if arrays.is_array(keep) else keep
         sums.steps, sums.total = sums.steps + keep, sums.total + count * weight

@@ -123,9 +123,9 @@ class Readings:
         self.measures = [*dict.fromkeys(observer.measure for observer in self.observers)]
 
     def placeholders(self, like: Array) -> Tree:
-        """Zeros in place of measures, on the device of `like`."""
-        zero = self.xp.zeros_like(like, dtype=self.dtype).reshape(-1)[:1]
-        return zero, *[zero.repeat(len(groups)) for groups in self.groups]
+        """Ones in place of measures, on the device of `like`."""
+        one = self.xp.ones_like(like, dtype=self.dtype).reshape(-1)[:1]
+        return one, *[self.xp.broadcast_to(one, (len(groups),)) for groups in self.groups]
 
     # --- a micro-batch
 
@@ -142,10 +142,16 @@ class Readings:
         return tuple(self.leaves_for(leaves, weight, {})), value
 
     def leaves_for(
-        self, leaves: Any, weight: Scalar, known: Mapping[int, Array], seed: Scalar = 1.0
+        self,
+        leaves: Any,
+        weight: Scalar,
+        known: Mapping[int, Array],
+        seed: Scalar = 1.0,
+        one: Array | None = None,
     ) -> list[Array]:
         """The measures of a micro-batch, from the leaves of (anything, output); `known` are the
-        rows of leaves that are measured already, and `seed` is the factor of the gradient.
+        rows of leaves that are measured already, `seed` is the factor of the gradient, and `one`
+        an array of it, [1], if there is one.
         """
         xp, vectors = self.xp, [*self._vectors(leaves, known)]
         # A micro-batch of weight 0 counts as zeros, as there may be no backward pass for it.
@@ -157,7 +163,7 @@ class Readings:
             vectors = vectors if weight else [*map(xp.zeros_like, vectors)]
             divisor = weight or 1.0
         # A gradient of ones in the mean, which is the sum over a micro-batch divided by its weight.
-        one, scale = xp.ones_like(vectors[0][:1]), seed
+        one, scale = xp.ones_like(vectors[0][:1]) if one is None else one, seed
         if not self.folds[0].reducer.linear:
             one, scale = one * weight, seed * divisor
         if self.arrays.is_array(scale) or scale != 1:
@@ -188,7 +194,9 @@ class Readings:
         (factor,), trees, xp = folded[0], self.trees, self.xp
         results = self._vectors([*folded, *trees.flatten(value)[0]], {})
         divisor = xp.where(factor == 0, 1, factor)  # of a window that weighs nothing
-        in_units = divisor / self.arrays.as_array(loss_scale, self.dtype)
+        in_units = divisor
+        if self.arrays.is_array(loss_scale) or loss_scale != 1:
+            in_units = divisor / self.arrays.as_array(loss_scale, self.dtype)
         observations = []
         each = zip(self.observers, self.groups, folded[1:], results, strict=True)
         for observer, groups, of_microbatches, result in each:

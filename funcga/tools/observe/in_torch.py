@@ -11,12 +11,13 @@ from funcga._grad import GradientFunction
 from funcga._types import Scalar, Tree
 from funcga.errors import FuncgaError
 from funcga.observers import squared_norm
-from funcga.tools.finite.in_torch import measured
+from funcga.tools.finite.in_torch import measured, norms
 from funcga.tools.observe import Readings
 from torch_backend import _private, arrays, trees
 from torch_backend.dtensor import is_dtensor
 
-_SHORT = 2**12  # elements of a gradient that may wait
+# Elements of gradients that may wait: on the host, what is in its cache.
+_WAITING, _WAITING_ON_DEVICE = 2**16, 2**22
 # Elements whose squares the host adds to float32 sums with an error of less than 1e-6.
 _LONG = 2**16
 
@@ -28,8 +29,8 @@ def rows(readings: Readings, leaves: Sequence[torch.Tensor]) -> list[torch.Tenso
     if not is_plain or readings.measures != [squared_norm]:
         return measured(readings.row, leaves)
     real = [_real(leaf, readings.dtype) for leaf in leaves]
-    norms = torch._foreach_norm(real, 2, dtype=readings.dtype)
-    squares = torch._foreach_mul(norms, norms)
+    of_leaves = norms(real, 2, readings.dtype)
+    squares = torch._foreach_mul(of_leaves, of_leaves)
     return [square.to(leaves[0].device) for square in squares]
 
 
@@ -48,12 +49,14 @@ class MeasuredGradient:
 
     Hooks on the leaves of the window measure the gradients that come to them. A hook on a tensor
     sees its whole gradient before autograd adds it to anything, times the cotangent of the pass.
-    Short gradients, which are many, wait for the end of the pass, to be measured all at once.
+    Gradients wait until they are many, or for the end of the pass, to be measured all at once.
     """
 
     def __init__(self, readings: Readings, inner: GradientFunction, loss: torch.Tensor):
         """`loss`: its device is that of the measures."""
         self.readings, self.inner, self.before = readings, inner, readings.placeholders(loss)
+        self.most = _WAITING if loss.is_cpu else _WAITING_ON_DEVICE  # elements that wait
+        self.elements = 0  # of those that wait; set by `_arrived`
         self.nothing = self.before[0][:0]  # in place of a gradient that does not come
         # What has come in this pass, by leaf: gradients that wait, and the measures of others.
         self.waiting = dict[int, torch.Tensor]()
@@ -64,13 +67,15 @@ class MeasuredGradient:
         return getattr(self.inner, name)
 
     def compose(self, *args: Any) -> Tree:
-        """Zeros in place of measures, and what the gradient function returns."""
+        """Ones in place of measures, and what the gradient function returns."""
         return self.before, self.inner.compose(*args)
 
-    def begin(self, leaves: Mapping[int, torch.Tensor]) -> None:
+    def begin(self, leaves: Mapping[int, torch.Tensor], is_alone: bool) -> None:
         """Measures what comes to those of these leaves that are observed. They last as long as the
-        window; the gradients of all others are measured as values.
+        window; the gradients of all others are measured as values. `is_alone`: whether nothing but
+        autograd writes to gradients before the end of the pass.
         """
+        self.is_alone = is_alone
         for index in leaves.keys() & self.readings.indices:
             leaf, hook = leaves[index], partial(self._arrived, index)
             self.hooks.append((leaf, leaf.register_hook(hook)))  # type: ignore[no-untyped-call]
@@ -82,11 +87,23 @@ class MeasuredGradient:
                 "none has the norm of the gradient, as reentrant checkpoints make it. Use "
                 "use_reentrant=False."
             )
-        if gradient.numel() <= _SHORT and gradient.device == self.nothing.device:
-            self.waiting[index] = gradient
-        else:
+        if gradient.device != self.nothing.device:  # autograd has a thread for each device
             (row,) = rows(self.readings, [gradient])
             self.measured[index] = row.to(self.nothing.device)
+            return
+        # Of a gradient that nobody else holds autograd makes a `.grad` without a copy.
+        self.waiting[index] = gradient.detach() if self.is_alone else gradient
+        self.elements += gradient.numel()
+        if self.elements > self.most:
+            self.measure()
+
+    @torch.no_grad()
+    def measure(self) -> None:
+        """Measures what waits, and holds no gradient any more."""
+        waiting, self.waiting, self.elements = self.waiting, {}, 0
+        if waiting:
+            found = rows(self.readings, [*waiting.values()])
+            self.measured.update(zip(waiting, found, strict=True))
 
     @torch.no_grad()
     def measures(
@@ -96,10 +113,11 @@ class MeasuredGradient:
         `values` are the leaves of the output that autograd has not added.
         """
         nothing = dict.fromkeys(self.readings.indices, self.nothing)
-        leaves, known = {**nothing, **values, **self.waiting}, self.measured
-        self.waiting, self.measured = {}, {}
+        self.measure()
+        leaves, known, self.measured = {**nothing, **values}, self.measured, {}
         # A pass without a weight measures nothing, and the micro-batch counts for nothing.
-        return dict(enumerate(self.readings.leaves_for(leaves, weight, known, seed or 1.0)))
+        one = self.before[0]
+        return dict(enumerate(self.readings.leaves_for(leaves, weight, known, seed or 1.0, one)))
 
     def end(self) -> None:
         """Takes the hooks off: the leaves may be the parameters of a module."""
