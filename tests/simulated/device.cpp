@@ -282,16 +282,19 @@ const std::set<std::string> WAITING = {
 const std::set<std::string> INDEXING = {
     "aten::index.Tensor", "aten::index.Tensor_out", "aten::index_put", "aten::index_put_",
     "aten::_index_put_impl_"};
+// Views that come here: no kernels.
+const std::set<std::string> VIEWS = {"aten::view_as_real", "aten::view_as_complex"};
 
 // How many kernels a `_foreach_` or `_fused_` operator launches: one for so many tensors if all lists are alike, which
-// are the same limits as in torch (ForeachUtils.h, MultiTensorApply.cuh); otherwise one for each tensor.
-int64_t launches_for(const std::vector<std::vector<Tensor>>& lists) {
+// are the same limits as in torch (ForeachUtils.h, MultiTensorApply.cuh); otherwise one for each tensor. Lists may have
+// different dtypes where the operator `casts`, as `_foreach_copy_` does.
+int64_t launches_for(const std::vector<std::vector<Tensor>>& lists, bool casts) {
   if (lists.empty() || lists[0].empty()) return 1;
-  const Tensor& first = lists[0][0];
   int64_t length = lists[0].size();
   for (auto& list : lists)
     for (size_t i = 0; i < list.size(); ++i) {
       auto& tensor = list[i];
+      auto& first = (casts ? list : lists[0])[0];
       auto& partner = lists[0][i < lists[0].size() ? i : 0];
       bool alike = tensor.scalar_type() == first.scalar_type() && tensor.device() == first.device() &&
                    tensor.is_non_overlapping_and_dense() && tensor.sizes() == partner.sizes() &&
@@ -395,8 +398,9 @@ struct Call {
   }
 
   void count_it() {
+    if (VIEWS.count(name)) return;
     bool is_of_lists = is_foreach || begins(name, "aten::_fused_");
-    count("launch", name, is_of_lists ? launches_for(lists) : 1);
+    count("launch", name, is_of_lists ? launches_for(lists, begins(name, "aten::_foreach_copy_")) : 1);
     if (WAITING.count(name)) wait(name);
   }
 

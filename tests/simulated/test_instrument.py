@@ -66,6 +66,9 @@ def test_lists_take_the_fast_route_if_they_are_alike():
     with simulated.Events() as events:
         torch._foreach_mul_(mixed, 2)
     assert events.launches == 5
+    with simulated.Events() as events:
+        torch._foreach_copy_([each.double() for each in alike[:4]], alike[:4])
+    assert events.launched["aten::_foreach_copy_"] == 1
 
 
 def test_generators_belong_to_devices():

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch_backend import arrays
 from torch_backend.dtensor import is_dtensor, local, without_partials
 
+INFINITY = float("inf")
+
 
 def measured(
     measure: Callable[[torch.Tensor], torch.Tensor], tensors: Sequence[torch.Tensor]
@@ -51,19 +53,36 @@ def _finite(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """The same of what this process holds."""
     # A few numbers, not all of them finite if any number of the leaves is not. One pass, without a
     # mask in memory, and nothing waits for the result here.
-    extremes, on_device = list[torch.Tensor](), list[torch.Tensor]()
+    extremes, on_device, wide = list[torch.Tensor](), list[torch.Tensor](), torch.float32
     for tensor in map(arrays.strided, tensors):
         real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
         # On the CPU a norm is twenty times slower than minimum and maximum. On a device it is one
-        # kernel for all leaves.
+        # kernel for all leaves of a dtype.
         if real.numel() and real.is_cpu:
             extremes += torch.aminmax(real)
         elif real.numel():
             on_device.append(real)
-    if on_device:
-        extremes += torch._foreach_norm(on_device, float("inf"))
+            wide = torch.promote_types(wide, real.dtype)
+    extremes += norms(on_device, INFINITY, wide)
     if len({(extreme.device, extreme.dtype) for extreme in extremes}) > 1:
         extremes = [extreme.to(tensors[0].device, torch.float64) for extreme in extremes]
     if not extremes:
         return torch.tensor(True, device="cpu")
-    return torch.stack(extremes).isfinite().all()
+    # The norm is NaN if one of them is.
+    largest: torch.Tensor = torch.linalg.vector_norm(torch.stack(extremes), INFINITY)
+    return largest < INFINITY
+
+
+def norms(tensors: Sequence[torch.Tensor], order: float, dtype: torch.dtype) -> list[torch.Tensor]:
+    """The norm of each tensor, in this dtype; on a device one kernel has all tensors of a dtype,
+    and would need one for each if two dtypes came together.
+    """
+    alike = defaultdict[Any, list[int]](list)
+    for index, tensor in enumerate(tensors):
+        alike[tensor.device, tensor.dtype].append(index)
+    found: list[Any] = [*tensors]
+    for indices in alike.values():
+        of_kind = torch._foreach_norm([tensors[index] for index in indices], order, dtype=dtype)
+        for index, norm in zip(indices, of_kind, strict=True):
+            found[index] = norm
+    return found
