@@ -37,7 +37,7 @@ def add(
     pure = arrays.in_transform()  # nothing is written to, and all stays in its graph
     steps, sums = arrays.scalar(window.tally.steps), [*window.accumulators]
     # Those that torch adds to, by the factor of what is added, the dtypes and the device.
-    groups = defaultdict[Any, list[int]](list)
+    groups: dict[Any, list[int]] = defaultdict(list)
     rows = zip(window.outputs.folds, leaves, weights, strict=True)
     with torch.set_grad_enabled(pure and torch.is_grad_enabled()):
         for index, (fold, value, weight) in enumerate(rows):
@@ -132,7 +132,7 @@ def finish(window: Accumulation, tallies: Sequence[Tally], donate: bool) -> list
     finished, pure = [*window.accumulators], arrays.in_transform()
     # All of one dtype that one weight divides are divided in one kernel. The others are normalised
     # one by one.
-    groups = defaultdict[Any, list[int]](list)
+    groups: dict[Any, list[int]] = defaultdict(list)
     with torch.set_grad_enabled(pure and torch.is_grad_enabled()):
         for index, (fold, tally) in enumerate(zip(window.outputs.folds, tallies, strict=True)):
             if fold is None:

@@ -174,6 +174,8 @@ class Accumulation(NamedTuple):
     def in_unit(self, unit: Scalar, donate: bool = False) -> "Accumulation":
         """The window in another unit; in place if `donate`."""
         arrays, states = self.outputs.backend.arrays, self.outputs.backend.states
+        if unit is self.unit:
+            return self
         factor = arrays.scalar(self.unit) / unit
         if isinstance(factor, float):
             if factor == 1:  # the usual case
@@ -182,8 +184,8 @@ class Accumulation(NamedTuple):
         weight = self.total
         if isinstance(weight, float) and not weight:  # a sum of nothing is 0 in every unit
             return self._replace(unit=unit)
-        folds, sums = self.outputs.reduced.items(), [*self.accumulators]
-        means = [leaf_index for leaf_index, fold in folds if fold.is_mean]
+        folds, sums = enumerate(self.outputs.folds), [*self.accumulators]
+        means = [leaf_index for leaf_index, fold in folds if fold is not None and fold.is_mean]
         if means:
             scaled = states.scaled([sums[each] for each in means], factor, donate)
             for leaf_index, total in zip(means, scaled, strict=True):

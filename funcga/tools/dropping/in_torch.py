@@ -102,9 +102,11 @@ def added(
         wide = torch.float32 if keep.device.type == "mps" else torch.float64
         weight = keep * arrays.as_array(weight, wide)
     outputs, leaves, selects = window.outputs, [*leaves], list[int]()
-    alike = defaultdict[Any, list[int]](list)
-    for index, fold in outputs.reduced.items():
+    alike: dict[Any, list[int]] = defaultdict(list)
+    for index, fold in enumerate(outputs.folds):
         leaf = leaves[index]
+        if fold is None:
+            continue
         if fold.adds == "plain" and type(leaf) is torch.Tensor and not arrays.in_transform():
             alike[leaf.device, leaf.dtype].append(index)
         elif fold.adds != "weighted":
