@@ -116,8 +116,10 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def counted(window: Accumulation, weight: Scalar) -> tuple[Tally, Scalar, Scalar]:
-    """(the tally with one more value, its weight as one scalar, the unit of the sums). That stays,
-    as to follow a total that the host does not see would be a kernel in every call.
+    """(the tally with one more value, its weight as one scalar, the unit of the sums), where the
+    host does not see the weights.
+
+    The unit stays, as to follow such a total would be a pass over the sums in every call.
     """
     first, *rest = window.tally.weight
     total = sum([*rest, weight], arrays.counted(first))
@@ -148,12 +150,7 @@ def finish(window: Accumulation, tallies: Sequence[Tally], donate: bool) -> list
                 result = fold.normalize(reduced, tally)
                 finished[index] = pytree.tree_map_only(torch.Tensor, own, result)
         for (total, *_), group in groups.items():
-            quotients: Any = [finished[index] for index in group]
-            if isinstance(total, float) and total and not donate:
-                quotients = torch._foreach_div(quotients, total)
-            else:
-                quotients = quotients if donate else torch._foreach_mul(quotients, 1)
-                arrays.divide(quotients, total)
+            quotients = arrays.divide([finished[index] for index in group], total, donate)
             if isinstance(total, torch.Tensor):
                 clear_if_zero(total, quotients)  # in plain sums there may be a NaN
             for index, quotient in zip(group, quotients, strict=True):

@@ -95,7 +95,9 @@ LEAST_UNIT = 2.0**-124
 
 
 def counted(window: "Accumulation", weight: Scalar) -> tuple[Tally, Scalar, Scalar]:
-    """(the tally with one more value, its weight as one scalar, the unit of the sums)."""
+    """(the tally with one more value, its weight as one scalar, the unit of the sums), where the
+    host does not see the weights.
+    """
     arrays = window.outputs.backend.arrays
     one = Tally(addends(weight, len(window.tally.weight) == 1, arrays), 1)
     tally = window.tally.merge(one)
@@ -142,14 +144,14 @@ class Accumulation(NamedTuple):
         """
         backend, folds = self.outputs.backend, self.outputs.folds
         arrays, is_wide = backend.arrays, len(self.tally.weight) == 1  # counted in 64 bits
-        is_seen = isinstance(arrays.scalar(self.tally.weight[0]), float)
+        limbs = [*map(arrays.scalar, self.tally.weight)]
         if type(weight) is not int or weight != 1:
             weight = check_weight(weight, arrays)
             if not is_wide:
                 check_narrow(weight)
-        if is_seen and isinstance(weight, int | float):
-            # Added on the host if it sees them, as 0-d arrays are slow.
-            number, total = weight, self.total + weight
+        if isinstance(weight, int | float) and isinstance(limbs[0], float):
+            # Added on the host if it sees them, as 0-d arrays are slow: exactly, in float64.
+            number, total = weight, sum([*limbs, weight])
             tally = Tally(addends(total, is_wide, arrays), self.tally.steps + 1)
             unit = unit_of(total, arrays)
         else:
@@ -157,11 +159,12 @@ class Accumulation(NamedTuple):
         # The sums of an empty window may have no memory yet.
         steps = arrays.scalar(self.tally.steps)
         donate = donate and isinstance(steps, int) and steps > 0
-        window = self.in_unit(unit, donate)
-        if window is not self:  # seldom
+        window, known = self, arrays.scalar(self.unit)
+        if not (type(known) is type(unit) is float and known == unit):  # seldom
+            window = self.in_unit(unit, donate)
             # Sums that were rescaled have memory of their own.
             donate = donate or not window.shares_sums(self)
-        share = number if isinstance(unit, float) and unit == 1 else number / unit
+        share = number if type(unit) is float and unit == 1 else number / unit
         weights = [share if fold is not None and fold.is_mean else weight for fold in folds]
         added = backend.states.add(window, leaves, weights, donate)
         return window._replace(accumulators=added, tally=tally)
