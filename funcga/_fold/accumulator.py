@@ -149,7 +149,7 @@ class Accumulation(NamedTuple):
             weight = check_weight(weight, arrays)
             if not is_wide:
                 check_narrow(weight)
-        if isinstance(weight, int | float) and isinstance(limbs[0], float):
+        if {*map(type, [*limbs, weight])} <= {int, float}:
             # Added on the host if it sees them, as 0-d arrays are slow: exactly, in float64.
             number, total = weight, sum([*limbs, weight])
             tally = Tally(addends(total, is_wide, arrays), self.tally.steps + 1)
