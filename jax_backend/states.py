@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 from funcga._call import Memory
 from funcga._fold import Tally
 from funcga._fold.accumulator import Accumulation, AccumulatorState
+from funcga._fold.accumulator import counted as counted
 from funcga._transform.multi_steps import MultiSteps, MultiStepsState
 from funcga._types import Array, Reduced, Scalar, Tree
 from funcga.errors import FuncgaError
@@ -32,9 +33,7 @@ from jax_backend.replicas import (
 def add(
     window: Accumulation, leaves: Sequence[Array], weights: Sequence[Scalar], donate: bool
 ) -> list[Reduced]:
-    """The accumulators of a window with the value of its last micro-batch, which is in its
-    tally.
-    """
+    """The accumulators of a window with the value of one more micro-batch."""
     replicas = None if window.across is None else replicas_of(window.across)
     if replicas is not None:
         _check_not_merged(leaves, window, replicas.names)
@@ -64,7 +63,7 @@ def finish(window: Accumulation, tallies: Sequence[Tally], donate: bool) -> list
 
 def scaled(leaves: Sequence[Array], factor: Scalar, donate: bool) -> list[Array]:
     """The leaves times a factor; in the same memory if that is donated."""
-    return [None if leaf is None else leaf * jnp.asarray(factor, leaf.dtype) for leaf in leaves]
+    return [leaf * jnp.asarray(factor, leaf.dtype) for leaf in leaves]
 
 
 def emptied(window: Accumulation) -> list[Reduced]:

@@ -186,9 +186,15 @@ def multiply(sums: Sequence[torch.Tensor], factor: float) -> None:
     torch._foreach_mul_(local_tensors(sums), factor)
 
 
-def divide(sums: Sequence[torch.Tensor], total: Scalar) -> None:
-    """Divides in place; zeros if nothing was folded."""
+def divide(
+    sums: Sequence[torch.Tensor], total: Scalar, in_place: bool = True
+) -> Sequence[torch.Tensor]:
+    """The sums, or the shards of this process, divided; zeros if nothing was folded."""
     sums = [*sums] if {*map(type, sums)} == {torch.Tensor} else local_tensors(sums)
+    if not in_place:
+        if isinstance(total, float) and total:
+            return torch._foreach_div(sums, total)
+        sums = torch._foreach_mul(sums, 1)
     if isinstance(total, torch.Tensor):
         _divide_by_tensor(sums, total)
     elif not total:
@@ -201,6 +207,7 @@ def divide(sums: Sequence[torch.Tensor], total: Scalar) -> None:
         if kinds in ({(True, torch.float32)}, {(True, torch.float64)}):
             divisor = torch.full((), total, dtype=sums[0].dtype, device="cpu")
         torch._foreach_div_(sums, divisor)
+    return sums
 
 
 def _divide_by_tensor(sums: Sequence[torch.Tensor], total: torch.Tensor) -> None:
@@ -211,11 +218,6 @@ def _divide_by_tensor(sums: Sequence[torch.Tensor], total: torch.Tensor) -> None
         groups[each.device, each.dtype].append(each)
     for kind, alike in groups.items():
         torch._foreach_div_(alike, divisor.to(*kind))
-
-
-def is_power_of_two(number: float) -> bool:
-    """Whether to multiply or to divide by it rounds nothing."""
-    return math.frexp(number)[0] == 0.5
 
 
 # --- Memory ---------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from funcga._call import Memory
-from funcga._fold import Tally, largest, parts_of
+from funcga._fold import Tally, addends, largest, parts_of
 from funcga._fold.accumulator import Accumulation, AccumulatorState
 from funcga._types import Across, Array, Reduced, Scalar
 from funcga.errors import FuncgaError
@@ -30,14 +30,14 @@ from torch_backend.sums import Folding, Sums
 def add(
     window: Accumulation, leaves: Sequence[Array], weights: Sequence[Scalar], donate: bool
 ) -> list[Reduced]:
-    """The accumulators of a window with the value of its last micro-batch, which is in its tally.
+    """The accumulators of a window with the value of one more micro-batch.
 
-    Those that are equally weighted are added in one kernel.
+    Those of one dtype that are equally weighted are added in one kernel.
     """
     pure = arrays.in_transform()  # nothing is written to, and all stays in its graph
     steps, sums = arrays.scalar(window.tally.steps), [*window.accumulators]
-    # Those that torch adds to, by the factor of what is added.
-    groups: dict[Scalar, list[int]] = defaultdict(list)
+    # Those that torch adds to, by the factor of what is added, the dtypes and the device.
+    groups: dict[Any, list[int]] = defaultdict(list)
     rows = zip(window.outputs.folds, leaves, weights, strict=True)
     with torch.set_grad_enabled(pure and torch.is_grad_enabled()):
         for index, (fold, value, weight) in enumerate(rows):
@@ -48,12 +48,13 @@ def add(
             is_dense = adds and type(value) is type(total) is torch.Tensor
             is_dense = is_dense and value.layout is torch.strided
             if is_dense and torch.promote_types(value.dtype, total.dtype) is total.dtype:
-                groups[1 if adds == "plain" else weight].append(index)
+                factor = 1 if adds == "plain" else weight
+                groups[factor, value.dtype, total.dtype, total.device].append(index)
             else:
                 combined = window.combined(index, fold.lift(value, weight))
                 # A monoid of the user's may return its argument, whose memory belongs to grad_fn.
                 sums[index] = combined.clone() if combined is value else combined
-        for factor, group in groups.items():
+        for (factor, *_), group in groups.items():
             values = [leaves[index] for index in group]
             totals = _added([sums[index] for index in group], values, factor, steps, donate)
             for index, total in zip(group, totals, strict=True):
@@ -68,18 +69,31 @@ def _added(
     steps: Scalar,
     donate: bool,
 ) -> Iterable[torch.Tensor]:
-    """The sums with factor * value added to each; in their memory if `donate`. Those of the first
-    of the `steps` are zeros without memory.
+    """The sums with factor * value added to each; in their memory if `donate`. After no `steps`
+    they are zeros without memory. All sums are alike, and so are the values.
     """
-    is_first = isinstance(steps, int) and steps == 1
+    is_first, dtype = isinstance(steps, int) and steps == 0, before[0].dtype
+    is_same = values[0].dtype == dtype
     if isinstance(factor, torch.Tensor):
-        values, factor = _weighed(values, before, factor), 1
-    elif factor == 1:
+        number = factor.to(before[0].device, dtype)
+        if is_same:
+            products = [*torch._foreach_mul(values, number)]
+        else:
+            products = [torch.empty_like(value, dtype=dtype) for value in values]
+            torch._foreach_copy_(products, values)
+            torch._foreach_mul_(products, number)
+        clear_if_zero(number, products)  # of a weight of 0 not even a NaN is added
+        if is_first:
+            return products
+        if not donate:  # the products have memory of their own
+            before, products = products, before
+        torch._foreach_add_(before, products)
+        return before
+    if factor == 1:
         factor = 1  # no float: sums of integers may be among these
     if not factor:  # adds nothing, not even a NaN
         return map(torch.zeros_like, before) if is_first else before
-    is_alike = [x.dtype for x in values] == [x.dtype for x in before]
-    if is_first and is_alike and not before[0].is_cpu:
+    if is_first and is_same and not before[0].is_cpu:
         # On a device it is one kernel, where adding to zeros without memory is one for each.
         return torch._foreach_mul(values, factor)
     if donate:
@@ -88,21 +102,29 @@ def _added(
     return torch._foreach_add(before, values, alpha=factor)
 
 
-def _weighed(
-    values: Sequence[torch.Tensor], sums: Sequence[torch.Tensor], weight: torch.Tensor
-) -> list[torch.Tensor]:
-    """The values times a weight on a device, in the dtypes of their sums."""
-    factors: dict[object, tuple[torch.Tensor, ...]] = {}
-    products: list[torch.Tensor] = []
-    for value, total in zip(values, sums, strict=True):
-        kind = value.device, total.dtype
-        if kind not in factors:
-            factor = weight.to(*kind)
-            factors[kind] = factor, factor != 0
-        factor, counts = factors[kind]
-        # `where` selects: of a weight of 0 not even a NaN is added.
-        products.append(torch.where(counts, value.to(total.dtype) * factor, 0))
-    return products
+def clear_if_zero(number: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    """Writes zeros to tensors of one dtype, also over NaN, if a number on a device is 0."""
+    # 0 * NaN is NaN. But the bits of a float, taken as an integer, times 1 are the same, and times
+    # 0 are those of 0. So it is one kernel for all tensors, where `torch.where` is one for each.
+    reals = [torch.view_as_real(each) if each.is_complex() else each for each in tensors]
+    integer = _INTEGERS[reals[0].dtype.itemsize]
+    keep = (number != 0).to(reals[0].device, integer)
+    torch._foreach_mul_([each.view(integer) for each in reals], keep)
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def counted(window: Accumulation, weight: Scalar) -> tuple[Tally, Scalar, Scalar]:
+    """(the tally with one more value, its weight as one scalar, the unit of the sums), where the
+    host does not see the weights.
+
+    The unit stays, as to follow such a total would be a pass over the sums in every call.
+    """
+    first, *rest = window.tally.weight
+    total = sum([*rest, weight], arrays.counted(first))
+    tally = Tally(addends(total, not rest, arrays), window.tally.steps + 1)
+    return tally, weight, arrays.scalar(window.unit)
 
 
 def finish(window: Accumulation, tallies: Sequence[Tally], donate: bool) -> list[Reduced]:
@@ -110,31 +132,27 @@ def finish(window: Accumulation, tallies: Sequence[Tally], donate: bool) -> list
     donated sums.
     """
     finished, pure = [*window.accumulators], arrays.in_transform()
-    # Where the host knows the total weight, all means are divided in one kernel. The others are
-    # normalised one by one.
-    groups: dict[float, list[int]] = defaultdict(list)
+    # All of one dtype that one weight divides are divided in one kernel. The others are normalised
+    # one by one.
+    groups: dict[Any, list[int]] = defaultdict(list)
     with torch.set_grad_enabled(pure and torch.is_grad_enabled()):
         for index, (fold, tally) in enumerate(zip(window.outputs.folds, tallies, strict=True)):
             if fold is None:
                 continue
             reduced, total = finished[index], tally.weight[0]
-            is_divided = fold.fold.normalizer.divides_by == "weight" and isinstance(total, float)
+            is_divided = fold.fold.normalizer.divides_by == "weight"
             is_same = type(reduced) is torch.Tensor and reduced.dtype is fold.result_dtype
             if is_divided and is_same and not pure:
-                groups[total].append(index)
+                groups[total, reduced.dtype, reduced.device].append(index)
             else:
                 shared = {*map(storage_key, parts_of(reduced))}
                 own = lambda x, shared=shared: x.clone() if storage_key(x) in shared else x
                 result = fold.normalize(reduced, tally)
                 finished[index] = pytree.tree_map_only(torch.Tensor, own, result)
-        for total, group in groups.items():
-            quotients: Any = [finished[index] for index in group]
-            if donate:
-                arrays.divide(quotients, total)
-            elif total:
-                quotients = torch._foreach_div(quotients, total)
-            else:  # nothing was folded, or nothing that counts
-                quotients = [*map(torch.zeros_like, quotients)]
+        for (total, *_), group in groups.items():
+            quotients = arrays.divide([finished[index] for index in group], total, donate)
+            if isinstance(total, torch.Tensor):
+                clear_if_zero(total, quotients)  # in plain sums there may be a NaN
             for index, quotient in zip(group, quotients, strict=True):
                 finished[index] = quotient
     return finished
@@ -147,17 +165,14 @@ def scaled(leaves: Sequence[Array], factor: Scalar, donate: bool) -> list[Array]
     with torch.set_grad_enabled(pure and torch.is_grad_enabled()):
         # In place an element that two leaves share would be multiplied twice.
         separate = without_overlap(leaves) if donate else [*leaves]
-        shards = local_tensors([leaf for leaf in separate if leaf is not None])
+        shards = local_tensors(separate)
         by: Any = factor
         if isinstance(factor, torch.Tensor):
             by = [arrays.as_array(factor, shard.dtype, shard) for shard in shards]
-        if not shards:
-            return separate
         if donate:
             torch._foreach_mul_(shards, by)
             return separate
-        products = iter(torch._foreach_mul(shards, by))
-        return [leaf if leaf is None else as_dtensor(next(products), leaf) for leaf in separate]
+        return [*map(as_dtensor, torch._foreach_mul(shards, by), separate)]
 
 
 def emptied(window: Accumulation) -> list[Reduced]:

@@ -156,7 +156,8 @@ class Sums:
             self.unit = float(weight)
         if weight == self.unit:
             return 1.0
-        is_held = weight <= self.unit and arrays.is_power_of_two(weight / self.unit)
+        # The mantissa of a power of two is 0.5.
+        is_held = weight <= self.unit and math.frexp(weight / self.unit)[0] == 0.5
         if not (is_held or self.unit_is_fixed):
             self.hold_in(power_above(max(float(weight), self.unit)))
         return float(weight / self.unit)

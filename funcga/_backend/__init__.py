@@ -132,8 +132,12 @@ class States(Protocol):
         weights: Sequence[Scalar],
         donate: bool,
     ) -> list[Reduced]:
-        """The accumulators of a window with the value of its last micro-batch, which is in its
-        tally.
+        """The accumulators of a window with the value of one more micro-batch."""
+        ...
+
+    def counted(self, window: Accumulation, weight: Scalar) -> tuple[Tally, Scalar, Scalar]:
+        """(the tally with one more value, its weight as one scalar, the unit of the sums), where
+        the host does not see the weights.
         """
         ...
 

@@ -94,6 +94,16 @@ def unit_of(total: Scalar, arrays: Arrays) -> Scalar:
 LEAST_UNIT = 2.0**-124
 
 
+def counted(window: "Accumulation", weight: Scalar) -> tuple[Tally, Scalar, Scalar]:
+    """(the tally with one more value, its weight as one scalar, the unit of the sums), where the
+    host does not see the weights.
+    """
+    arrays = window.outputs.backend.arrays
+    one = Tally(addends(weight, len(window.tally.weight) == 1, arrays), 1)
+    tally = window.tally.merge(one)
+    return tally, one.total, unit_of(tally.total, arrays)
+
+
 class Accumulation(NamedTuple):
     """A window that is open: the fold of each leaf, its accumulator, and all else of the state.
 
@@ -132,32 +142,32 @@ class Accumulation(NamedTuple):
 
         Raises FuncgaError for a weight that cannot be counted.
         """
-        backend, before, folds = self.outputs.backend, self.total, self.outputs.folds
+        backend, folds = self.outputs.backend, self.outputs.folds
         arrays, is_wide = backend.arrays, len(self.tally.weight) == 1  # counted in 64 bits
+        limbs = [*map(arrays.scalar, self.tally.weight)]
         if type(weight) is not int or weight != 1:
             weight = check_weight(weight, arrays)
             if not is_wide:
                 check_narrow(weight)
-        if isinstance(weight, int | float) and isinstance(before, float):
-            # Added on the host if it sees them, as 0-d arrays are slow.
-            number, total = weight, before + weight
+        if {*map(type, [*limbs, weight])} <= {int, float}:
+            # Added on the host if it sees them, as 0-d arrays are slow: exactly, in float64.
+            number, total = weight, sum([*limbs, weight])
             tally = Tally(addends(total, is_wide, arrays), self.tally.steps + 1)
+            unit = unit_of(total, arrays)
         else:
-            one = Tally(addends(weight, is_wide, arrays), 1)
-            tally = self.tally.merge(one)
-            number, total = one.total, tally.total
+            tally, number, unit = backend.states.counted(self, weight)
         # The sums of an empty window may have no memory yet.
-        steps, unit = arrays.scalar(self.tally.steps), unit_of(total, arrays)
+        steps = arrays.scalar(self.tally.steps)
         donate = donate and isinstance(steps, int) and steps > 0
-        window, known, share = self, arrays.scalar(self.unit), number / unit
+        window, known = self, arrays.scalar(self.unit)
         if not (type(known) is type(unit) is float and known == unit):  # seldom
             window = self.in_unit(unit, donate)
             # Sums that were rescaled have memory of their own.
             donate = donate or not window.shares_sums(self)
+        share = number if type(unit) is float and unit == 1 else number / unit
         weights = [share if fold is not None and fold.is_mean else weight for fold in folds]
-        window = window._replace(tally=tally)
         added = backend.states.add(window, leaves, weights, donate)
-        return window._replace(accumulators=added)
+        return window._replace(accumulators=added, tally=tally)
 
     def shares_sums(self, other: "Accumulation") -> bool:
         """Whether some accumulators are those of another window."""
@@ -167,6 +177,8 @@ class Accumulation(NamedTuple):
     def in_unit(self, unit: Scalar, donate: bool = False) -> "Accumulation":
         """The window in another unit; in place if `donate`."""
         arrays, states = self.outputs.backend.arrays, self.outputs.backend.states
+        if unit is self.unit:
+            return self
         factor = arrays.scalar(self.unit) / unit
         if isinstance(factor, float):
             if factor == 1:  # the usual case
@@ -175,10 +187,12 @@ class Accumulation(NamedTuple):
         weight = self.total
         if isinstance(weight, float) and not weight:  # a sum of nothing is 0 in every unit
             return self._replace(unit=unit)
-        pairs = zip(self.outputs.folds, self.accumulators, strict=True)
-        means = [total if fold is not None and fold.is_mean else None for fold, total in pairs]
-        scaled = zip(self.accumulators, states.scaled(means, factor, donate), strict=True)
-        sums = [old if new is None else new for old, new in scaled]
+        folds, sums = enumerate(self.outputs.folds), [*self.accumulators]
+        means = [leaf_index for leaf_index, fold in folds if fold is not None and fold.is_mean]
+        if means:
+            scaled = states.scaled([sums[each] for each in means], factor, donate)
+            for leaf_index, total in zip(means, scaled, strict=True):
+                sums[leaf_index] = total
         return self._replace(accumulators=sums, unit=unit)
 
     def combined(self, leaf_index: int, other: Reduced) -> Reduced:

@@ -443,16 +443,15 @@ class MultiStepsUpdate(UpdateFunction):
         _, leaves = window.matched(grads, "grads")
         if type(weight) is not int:
             weight = check_weight(weight, backend.arrays)
-        keep, after = True, window
+        keep = True
         if self.skip is not None:
             keep = self.skip.test_of(window.outputs.of_value)(leaves, weight)
-        if keep is not False:
-            if folding.before:
-                leaves = folding.folded(leaves, weight)
-            # If the host does not see whether to keep it, both windows are needed: not in place.
-            after = window.add(leaves, weight, owned and keep is True)
-        if keep is not True:
-            after = self.skip.left_out(keep, window, after)
+        if folding.before and keep is not False:
+            leaves = folding.folded(leaves, weight)
+        if keep is True:
+            after = window.add(leaves, weight, owned)
+        else:
+            after = self.skip.added(keep, window, leaves, weight)
         offered, updated = state.offered + 1, backend.arrays.as_array(False)
         return after, state._replace(window=after.packed(), offered=offered, updated=updated)
 

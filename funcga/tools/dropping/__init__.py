@@ -97,15 +97,18 @@ class Dropping:
 
     # In `multi_steps`.
 
-    def left_out(
-        self, keep: bool | Array, window: Accumulation, after: Accumulation
+    def added(
+        self, keep: bool | Array, window: Accumulation, leaves: Sequence[Array], weight: Scalar
     ) -> Accumulation:
-        """The window `after` a micro-batch if it is kept, else the one before, which counts it as
-        rejected.
+        """The window with one more micro-batch if that is kept, else the same one, which counts it
+        as rejected.
         """
-        without = window._replace(rejected=window.rejected + 1)
-        chosen: Accumulation = selected(keep, after, without, window.outputs.backend)
-        return chosen
+        backend, without = window.outputs.backend, window._replace(rejected=window.rejected + 1)
+        if keep is False:
+            return without
+        if backend.name == "torch":
+            return self.in_torch.added(keep, window, leaves, weight)  # type: ignore[no-any-return]
+        return selected(keep, window.add(leaves, weight), without, backend)  # type: ignore[no-any-return]
 
     def at_the_end(
         self, dropped: Any, steps: Scalar, rejected: Scalar, arrays: Arrays
@@ -113,17 +116,17 @@ class Dropping:
         """(whether a window of `steps` folded and so many `rejected` micro-batches ends with an
         update, the counts with those of this window).
         """
-        keep, is_window = steps > 0, self.scope == "window"
-        if is_window:
+        keep, integer = steps > 0, arrays.xp.int32
+        if self.scope == "window":
             keep = keep & (rejected == 0)
-        # Without an update the folded ones are dropped, too. An empty window, flushed inside of
-        # jit, does not count.
-        is_lost = arrays.as_array(~arrays.as_array(keep), arrays.xp.int32)
-        is_filled = arrays.as_array(is_window & (steps + rejected > 0))
-        dropped = dropped._replace(
-            microbatches=dropped.microbatches + rejected + is_lost * steps,
-            windows=dropped.windows + is_lost * arrays.as_array(is_filled, arrays.xp.int32),
-        )
+        # Without an update the folded ones are dropped, too.
+        is_lost = arrays.as_array(~arrays.as_array(keep), integer)
+        microbatches = dropped.microbatches + rejected + is_lost * steps
+        dropped = dropped._replace(microbatches=microbatches)
+        if self.scope == "window":
+            # An empty window, flushed inside of jit, does not count.
+            is_filled = arrays.as_array(arrays.as_array(steps + rejected > 0), integer)
+            dropped = dropped._replace(windows=dropped.windows + is_lost * is_filled)
         return arrays.scalar(keep) if arrays.is_array(keep) else keep, dropped
 
 

@@ -6,6 +6,7 @@ nothing. One micro-batch's gradients are held at a time. Where only a device kno
 nothing waits for it: what is added is selected.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ from torch import nn
 
 from funcga._call import Program
 from funcga._call.arguments import Arguments
+from funcga._fold.accumulator import Accumulation
 from funcga._types import Args, GradFn, Kwargs, Scalar, Tree
 from funcga.errors import FuncgaError
 from funcga.tools.dropping import Dropping, selected
@@ -24,6 +26,7 @@ from torch_backend.dtensor import as_dtensor, local, local_tensors
 from torch_backend.engine.called import Called
 from torch_backend.modules.layers import Buffers, buffers_of, put_back
 from torch_backend.replicas import collectives_called
+from torch_backend.states import clear_if_zero
 from torch_backend.sums import Sums
 
 NAN = float("nan")
@@ -92,6 +95,42 @@ def rejected(sums: Sums, dropping: Dropping) -> Scalar:
     tested = dropping.tested(sums.folding.outputs)
     leaves, _ = trees.flatten([sums.of[index] for index in tested])
     return arrays.scalar((~finite(local_tensors(leaves))).to(torch.int64))
+
+
+def added(
+    keep: torch.Tensor, window: Accumulation, leaves: Sequence[torch.Tensor], weight: Scalar
+) -> Accumulation:
+    """The window of a `multi_steps` with one more micro-batch if that is kept, else the same one,
+    which counts it as rejected.
+    """
+    # What weighs 0 adds nothing to weighted sums. To plain ones zeros are added, and all others are
+    # selected.
+    if isinstance(weight, torch.Tensor):
+        weight = torch.where(arrays.as_array(keep, torch.bool, weight), weight, 0)
+    else:
+        wide = torch.float32 if keep.device.type == "mps" else torch.float64
+        weight = keep * arrays.as_array(weight, wide)
+    outputs, leaves, selects = window.outputs, [*leaves], list[int]()
+    alike: dict[Any, list[int]] = defaultdict(list)
+    for index, fold in enumerate(outputs.folds):
+        leaf = leaves[index]
+        if fold is None:
+            continue
+        if fold.adds == "plain" and type(leaf) is torch.Tensor and not arrays.in_transform():
+            alike[leaf.device, leaf.dtype].append(index)
+        elif fold.adds != "weighted":
+            selects.append(index)
+    for group in alike.values():
+        values = torch._foreach_mul([arrays.strided(leaves[index]) for index in group], 1)
+        clear_if_zero(keep, values)
+        for index, value in zip(group, values, strict=True):
+            leaves[index] = value
+    after = window.add(leaves, weight)
+    sums = [*after.accumulators]
+    for index in selects:
+        sums[index] = selected(keep, sums[index], window.accumulators[index], outputs.backend)
+    tally = after.tally._replace(steps=window.tally.steps + keep)
+    return after._replace(accumulators=sums, tally=tally, rejected=window.rejected + ~keep)
 
 
 class SkippingCalls(Called):
