@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from importlib import import_module
 from types import NoneType
 from typing import Any
 
@@ -17,6 +18,8 @@ from funcga._fold import LeafFold, Tally, largest
 from funcga._fold.outputs import Outputs
 from funcga._types import Scalar, Tree
 from torch_backend import arrays, trees
+
+JOINS = "funcga.tools.reproducible.in_torch"
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,6 +104,11 @@ class Folding:
         """All other reduced leaves: each is normalised by its own fold."""
         divided = {index for indices, *_ in self.quotients for index in indices}
         return [index for index in self.outputs.reduced if index not in divided]
+
+    @cached_property
+    def joins(self) -> bool:
+        """Whether a tool folds, and normalises, several leaves as one."""
+        return any(fold.fold.reducer.per_element for fold in self.folds.values())
 
     @cached_property
     def cast(self) -> list[tuple[int, torch.dtype]]:
@@ -198,24 +206,32 @@ class Sums:
         """Folds the reduced ones of these leaves in, all that are added alike in one kernel."""
         of, folds, adds = self.of, self.folding.folds, self.folding.adds
         dense = {index: arrays.strided(values[index]) for index in values if index in folds}
+        others = {}
         for index, value in dense.items():
-            fold = folds[index]
-            if adds[index] is not None:
-                if of[index] is None:
-                    of[index] = arrays.zeros(value, fold.accumulator_dtype)
-                continue
-            if of[index] is None:
-                of[index] = fold.identity(value)
-            of[index] = fold.combine(of[index], fold.lift(value, weight))
-            # A monoid of the user's may return its argument, whose memory belongs to grad_fn.
-            if of[index] is value:
-                of[index] = value.clone()
+            if adds[index] is None:
+                others[index] = value
+            elif of[index] is None:
+                of[index] = arrays.zeros(value, folds[index].accumulator_dtype)
+        if others:
+            self._combine(others, weight)
         # A weight that is a tensor is that of a transform, in which no kernel adds.
         for kind, factor in (("weighted", self.share(weight)), ("plain", 1)):
             indices = [index for index in dense if adds[index] == kind]
             if indices and factor:  # a weight of 0 adds nothing, not even a NaN
                 sums, more = [of[index] for index in indices], [dense[index] for index in indices]
                 arrays.add(sums, more, factor)
+
+    def _combine(self, values: dict[int, torch.Tensor], weight: Scalar) -> None:
+        """Folds leaves in that torch does not add."""
+        of, folding = self.of, self.folding
+        if folding.joins:
+            values = import_module(JOINS).add(self, values, weight)
+        for index, value in values.items():
+            fold = folding.folds[index]
+            before = fold.identity(value) if of[index] is None else of[index]
+            total = fold.combine(before, fold.lift(value, weight))
+            # A monoid of the user's may return its argument, whose memory belongs to grad_fn.
+            of[index] = total.clone() if total is value else total
 
     # --- the end of the window
 
@@ -234,8 +250,8 @@ class Sums:
                 arrays.divide(sums, divisor / unit)
         for index, dtype in folding.cast:
             results[index] = results[index].to(dtype)
-        for index in folding.normalized:
-            results[index] = self._normalized(index, results[index])
+        if folding.normalized:
+            self._normalize(results)
         for index, fold in outputs.collected.items():
             rows = self.collected[index]
             results[index] = torch.cat(rows, dim=fold.axis or 0).to(fold.result_dtype)
@@ -250,14 +266,19 @@ class Sums:
         """How much has been folded."""
         return Tally((self.total,), self.steps)
 
-    def _normalized(self, index: int, reduced: Any) -> Any:
-        folding, tally = self.folding, self.tally
-        if folding.adds[index] == "weighted" and self.unit not in (None, 1.0):
-            arrays.multiply([reduced], self.unit)
-        if largest(reduced).is_cpu:  # elsewhere the host sees nothing of it
-            where = lambda: folding.outputs.paths()[index]
-            folding.folds[index].check_known(reduced, tally, where)
-        return folding.folds[index].normalize(reduced, tally)
+    def _normalize(self, results: list[Any]) -> None:
+        """Replaces those of the sums that are normalised by their own folds by their results."""
+        folding, tally, indices = self.folding, self.tally, self.folding.normalized
+        if folding.joins:
+            indices = import_module(JOINS).normalize(self, results)
+        for index in indices:
+            reduced = results[index]
+            if folding.adds[index] == "weighted" and self.unit not in (None, 1.0):
+                arrays.multiply([reduced], self.unit)
+            if largest(reduced).is_cpu:  # elsewhere the host sees nothing of it
+                where = lambda index=index: folding.outputs.paths()[index]
+                folding.folds[index].check_known(reduced, tally, where)
+            results[index] = folding.folds[index].normalize(reduced, tally)
 
 
 def power_above(number: float) -> float:
