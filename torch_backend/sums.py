@@ -19,8 +19,6 @@ from funcga._fold.outputs import Outputs
 from funcga._types import Scalar, Tree
 from torch_backend import arrays, trees
 
-JOINS = "funcga.tools.reproducible.in_torch"
-
 
 @dataclass(frozen=True, eq=False)
 class Folding:
@@ -106,9 +104,10 @@ class Folding:
         return [index for index in self.outputs.reduced if index not in divided]
 
     @cached_property
-    def joins(self) -> bool:
-        """Whether a tool folds, and normalises, several leaves as one."""
-        return any(fold.fold.reducer.per_element for fold in self.folds.values())
+    def joins(self) -> Any:
+        """The tool that folds, and normalises, several leaves as one; False if it has none to."""
+        has_any = any(fold.fold.reducer.per_element for fold in self.folds.values())
+        return has_any and import_module("funcga.tools.reproducible.in_torch")
 
     @cached_property
     def cast(self) -> list[tuple[int, torch.dtype]]:
@@ -206,32 +205,22 @@ class Sums:
         """Folds the reduced ones of these leaves in, all that are added alike in one kernel."""
         of, folds, adds = self.of, self.folding.folds, self.folding.adds
         dense = {index: arrays.strided(values[index]) for index in values if index in folds}
-        others = {}
-        for index, value in dense.items():
+        others: dict[int, torch.Tensor] = dense
+        if self.folding.joins:
+            others = self.folding.joins.add(self, dense, weight)
+        for index, value in others.items():
             if adds[index] is None:
-                others[index] = value
+                total = folds[index].folded(of[index], value, weight)
+                # A monoid of the user's may return its argument, whose memory is grad_fn's.
+                of[index] = total.clone() if total is value else total
             elif of[index] is None:
                 of[index] = arrays.zeros(value, folds[index].accumulator_dtype)
-        if others:
-            self._combine(others, weight)
         # A weight that is a tensor is that of a transform, in which no kernel adds.
         for kind, factor in (("weighted", self.share(weight)), ("plain", 1)):
             indices = [index for index in dense if adds[index] == kind]
             if indices and factor:  # a weight of 0 adds nothing, not even a NaN
                 sums, more = [of[index] for index in indices], [dense[index] for index in indices]
                 arrays.add(sums, more, factor)
-
-    def _combine(self, values: dict[int, torch.Tensor], weight: Scalar) -> None:
-        """Folds leaves in that torch does not add."""
-        of, folding = self.of, self.folding
-        if folding.joins:
-            values = import_module(JOINS).add(self, values, weight)
-        for index, value in values.items():
-            fold = folding.folds[index]
-            before = fold.identity(value) if of[index] is None else of[index]
-            total = fold.combine(before, fold.lift(value, weight))
-            # A monoid of the user's may return its argument, whose memory belongs to grad_fn.
-            of[index] = total.clone() if total is value else total
 
     # --- the end of the window
 
@@ -270,7 +259,7 @@ class Sums:
         """Replaces those of the sums that are normalised by their own folds by their results."""
         folding, tally, indices = self.folding, self.tally, self.folding.normalized
         if folding.joins:
-            indices = import_module(JOINS).normalize(self, results)
+            indices = folding.joins.normalize(self, results)
         for index in indices:
             reduced = results[index]
             if folding.adds[index] == "weighted" and self.unit not in (None, 1.0):

@@ -19,7 +19,7 @@ JOINED = 2**16
 JOINED_ON_DEVICE = 2**20
 
 
-def add(sums: Sums, values: dict[int, Any], weight: Scalar) -> dict[int, Any]:
+def add(sums: Sums, values: Mapping[int, Any], weight: Scalar) -> dict[int, Any]:
     """Folds the leaves of a micro-batch in that have exact sums, and returns the others."""
     of, folds = sums.of, sums.folding.folds
     exact, others = parted(sums, values)
