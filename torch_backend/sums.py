@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from importlib import import_module
 from types import NoneType
 from typing import Any
 
@@ -104,6 +105,12 @@ class Folding:
         """All other reduced leaves: each is normalised by its own fold."""
         divided = {index for indices, *_ in self.quotients for index in indices}
         return [index for index in self.outputs.reduced if index not in divided]
+
+    @cached_property
+    def joins(self) -> Any:
+        """The tool that folds, and normalises, several leaves as one; False if it has none to."""
+        has_any = any(fold.fold.reducer.per_element for fold in self.folds.values())
+        return has_any and import_module("funcga.tools.reproducible.in_torch")
 
     @cached_property
     def cast(self) -> dict[int, torch.dtype]:
@@ -204,9 +211,19 @@ class Sums:
         """Folds the reduced ones of these leaves in, all that are added alike in one kernel."""
         of, folds, adds = self.of, self.folding.folds, self.folding.adds
         dense = {index: arrays.strided(values[index]) for index in values if index in folds}
-        for index in [index for index in dense if adds[index] is None]:
-            of[index] = self._combined(index, dense.pop(index), weight)
-        new = {index: folds[index].accumulator_dtype for index in dense if of[index] is None}
+        others: dict[int, torch.Tensor] = dense
+        if self.folding.joins:
+            others = self.folding.joins.add(self, dense, weight)
+        for index, value in others.items():
+            if adds[index] is None:
+                total = folds[index].folded(of[index], value, weight)
+                # A monoid of the user's may return its argument, whose memory is grad_fn's.
+                of[index] = total.clone() if total is value else total
+        new = {
+            index: folds[index].accumulator_dtype
+            for index in others
+            if adds[index] and of[index] is None
+        }
         if new:
             of.update(arrays.zeros(dense, new))
         # A weight that is a tensor is that of a transform, in which no kernel adds.
@@ -215,15 +232,6 @@ class Sums:
             if indices and factor:  # a weight of 0 adds nothing, not even a NaN
                 sums, more = ([*map(each.__getitem__, indices)] for each in (of, dense))
                 arrays.add(sums, more, factor)
-
-    def _combined(self, index: int, value: torch.Tensor, weight: Scalar) -> Any:
-        """What is folded of a leaf that torch does not add."""
-        fold, before = self.folding.folds[index], self.of[index]
-        if before is None:
-            before = fold.identity(value)
-        total = fold.combine(before, fold.lift(value, weight))
-        # A monoid of the user's may return its argument, whose memory belongs to grad_fn.
-        return total.clone() if total is value else total
 
     # --- the end of the window
 
@@ -243,8 +251,8 @@ class Sums:
         if folding.cast:
             for index, narrow in arrays.cast(results, folding.cast).items():
                 results[index] = narrow
-        for index in folding.normalized:
-            results[index] = self._normalized(index, results[index])
+        if folding.normalized:
+            self._normalize(results)
         for index, fold in outputs.collected.items():
             rows = self.collected[index]
             results[index] = torch.cat(rows, dim=fold.axis or 0).to(fold.result_dtype)
@@ -259,14 +267,19 @@ class Sums:
         """How much has been folded."""
         return Tally((self.total,), self.steps)
 
-    def _normalized(self, index: int, reduced: Any) -> Any:
-        folding, tally = self.folding, self.tally
-        if folding.adds[index] == "weighted" and self.unit not in (None, 1.0):
-            arrays.multiply([reduced], self.unit)
-        if largest(reduced).is_cpu:  # elsewhere the host sees nothing of it
-            where = lambda: folding.outputs.paths()[index]
-            folding.folds[index].check_known(reduced, tally, where)
-        return folding.folds[index].normalize(reduced, tally)
+    def _normalize(self, results: list[Any]) -> None:
+        """Replaces those of the sums that are normalised by their own folds by their results."""
+        folding, tally, indices = self.folding, self.tally, self.folding.normalized
+        if folding.joins:
+            indices = folding.joins.normalize(self, results)
+        for index in indices:
+            reduced = results[index]
+            if folding.adds[index] == "weighted" and self.unit not in (None, 1.0):
+                arrays.multiply([reduced], self.unit)
+            if largest(reduced).is_cpu:  # elsewhere the host sees nothing of it
+                where = lambda index=index: folding.outputs.paths()[index]
+                folding.folds[index].check_known(reduced, tally, where)
+            results[index] = folding.folds[index].normalize(reduced, tally)
 
 
 def power_above(number: float) -> float:

@@ -241,6 +241,11 @@ class LeafFold:
         """Both, combined by the monoid."""
         return self.fold.reducer.monoid.combine(self.arrays.xp, a, b)
 
+    def folded(self, total: Reduced | None, value: Array, weight: Scalar) -> Reduced:
+        """The accumulator, if there is one yet, with one more micro-batch's value."""
+        before = self.identity(value) if total is None else total
+        return self.combine(before, self.lift(value, weight))
+
     def normalize(self, reduced: Reduced, tally: Tally) -> Reduced:
         """The result, in the dtype of results."""
         arrays, apply = self.arrays, self.fold.normalizer.apply

@@ -157,8 +157,8 @@ def run_tests(copy, tests, stops):
     noticed = Noticed(copy)
     quietly = ["-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning"]  # as plugins are
     argv = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", *quietly, *(["-x"] if stops else [])]
-    if any(test.startswith("tests/simulated/") for test in tests):
-        argv += ["--device", "simulated"]
+    if all(test.startswith("tests/simulated/") for test in tests):
+        argv.append("--device=simulated")
     noticed.code = int(pytest.main([*argv, *tests], plugins=[noticed]))
     for package in faults.PACKAGES:
         if package in sys.modules:

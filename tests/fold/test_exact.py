@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import funcga
 import torch_backend
@@ -170,6 +171,36 @@ def test_a_backward_pass_and_an_accumulator_have_the_same_bits():
         assert torch.equal(grads[name], expected), name
         assert grads[name].untyped_storage().nbytes() == grads[name].nbytes
     assert grads["extra"].any()
+
+
+def kernels(step, *args):
+    """How many operators of torch have run in a warm step, views left out."""
+    step(*args)
+    with Kernels() as seen:
+        step(*args)
+    return seen.count
+
+
+class Kernels(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += not function.is_view
+        return function(*args, **(kwargs or {}))
+
+
+def test_short_leaves_are_folded_as_one():
+    """So that it takes as many kernels, up to 2**16 elements. Numbers without axes have a larger range, and stay alone."""
+    rows = torch.ones(4, 2**13)
+    exact = funcga.reproducible(funcga.mean())
+    made = {}
+    for leaves in (1, 7, 9):  # 9 leaves are two groups
+        gradient = lambda x, leaves=leaves: [x[0]] * leaves
+        made[leaves] = kernels(funcga.accumulate(gradient, 4, in_axes=0, fold=exact), rows)
+    assert made[7] < made[1] + 60
+    assert 1.8 * made[1] < made[9] < 2 * made[1] + 60
+    step = funcga.accumulate(lambda x: (x.sum(), x.mean()), 2, in_axes=0, fold=exact)
+    assert step(2.0**40 * torch.ones(2, 2)) == (2.0**41, 2.0**40)
 
 
 @KITS

@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map
 
+import funcga
+import funcga.tools.reproducible.in_torch as joining
 from tests import simulated
 from tests.processes import processes
 from tests.simulated import table
@@ -50,6 +52,45 @@ def test_devices_have_the_numbers_of_one_process(name):
     backend = "simulated" if simulated.is_installed() else "nccl"
     for found in processes(torch.cuda.device_count(), backend).run(_merged, name):
         close(found, wanted)
+
+
+def launched(step, calls=2):
+    for _ in range(calls):
+        step()
+    with simulated.Events() as events:
+        step()
+    return events.launches
+
+
+@pytest.mark.simulated
+def test_exact_sums_of_short_leaves_are_one_sequence_of_kernels():
+    """Of 8 leaves as of 32: one sequence for the loss, and one for all gradients, which autograd adds one by one."""
+    beyond = []
+    for layers in (4, 16):
+        problem = Problem("cuda", layers=layers)
+        exact, plain = (FEATURES[name].step(problem) for name in ("`reproducible(mean())`", "plain"))
+        added = 2 * layers * (problem.n - 1)
+        beyond.append(launched(exact) - (launched(plain) - added))
+    assert beyond[0] == beyond[1]
+    assert 412 <= beyond[0] <= 415
+
+
+@pytest.mark.simulated
+def test_leaves_are_joined_up_to_so_many_elements(monkeypatch):
+    """What lies between a gradient and its sum is not held for all leaves at once."""
+    params = {str(index): torch.ones(64, 64, device="cuda") for index in range(40)}
+    loss = lambda params, x: sum((x.mean() * leaf).square().sum() for leaf in params.values())
+    step = funcga.accumulate(funcga.grad(loss), 4, fold=funcga.reproducible(funcga.mean()))
+    arguments, results, peaks, launches = (params, torch.ones(8, 3, device="cuda")), [], [], []
+    for most in (1, 2 * 64 * 64):
+        monkeypatch.setattr(joining, "JOINED_ON_DEVICE", most)
+        launches.append(launched(lambda: step(*arguments)))
+        torch.cuda.reset_peak_memory_stats()
+        results.append(step(*arguments))
+        peaks.append(torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated())
+    funcga.compare(*results, rtol=0, atol=0).assert_close()
+    assert 2730 <= launches[0] - launches[1] <= 2745  # of 20 sequences of kernels
+    assert peaks[1] <= peaks[0] + 16 * 4 * most
 
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "howto" / "mixed_precision.md"

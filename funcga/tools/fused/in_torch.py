@@ -178,7 +178,26 @@ def _add(tasks: set[int], use: Use, gradients: tuple[torch.Tensor | None, ...]) 
     elif total.dtype == left.dtype:
         total.addmm_(left, right)
     elif left.is_cuda and total.dtype is torch.float32:
-        # Nothing is rounded to 16 bits, and nothing of the weight's size is in between.
-        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+        _add_wide(total, left, right)
     else:
         total.add_(left @ right)
+
+
+# Devices and dtypes whose products torch has refused to add in float32: it is asked once.
+_REFUSED = set[tuple[torch.device, torch.dtype]]()
+
+
+def _add_wide(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Adds a product of 16-bit factors to a sum in float32. Nothing is rounded to 16 bits, and
+    nothing of the weight's size is in between.
+    """
+    kind = left.device, left.dtype
+    if kind not in _REFUSED:
+        try:
+            torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+            return
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:
+            _REFUSED.add(kind)
+    total.addmm_(left.to(total.dtype), right.to(total.dtype))

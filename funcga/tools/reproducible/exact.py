@@ -81,10 +81,6 @@ class Format(NamedTuple):
     positive: int
     most: int
 
-    def bits_of(self, power: float) -> int:
-        """The bits of a power of two."""
-        return (math.frexp(power)[1] - 1 + (self.most >> 1)) << (self.mantissa - 1)
-
     def split(self, number: Array) -> tuple[Array, Array]:
         """(exponent, mantissa) of a normal number, as integers; the sign is left out."""
         bits, top = number.view(self.integers), 1 << (self.mantissa - 1)
@@ -117,14 +113,13 @@ def expanded(xp: Namespace, term: Array, limit: float) -> tuple[Array, ...]:
     """(leading, *digits) of a float; the digits are of either sign."""
     form = format_of(xp, term.dtype)
     unit = unit_of(term.ndim, limit, form)
-    bits = term.view(form.integers)
-    # All bits of what is below the limit, and none of anything else: the bits of positive floats
-    # are in their order. Masks take a fraction of the time of `where`.
-    below = _negative((bits & form.positive) - form.bits_of(unit * (2.0**form.mantissa / MOST)))
+    size = abs(term)
+    below = size < unit * (2.0**form.mantissa / MOST)
     # Twice the number, by adding 1 to the exponent: an integer, so that nothing before it is
     # contracted with what follows. Of 0 it makes the least normal number, which has only zeros in
     # its digits.
-    rest = ((bits & below) + (1 << (form.mantissa - 1))).view(form.floats) * (0.5 / unit)
+    bits = xp.where(below, term, 0.0).view(form.integers)
+    rest = (bits + (1 << (form.mantissa - 1))).view(form.floats) * (0.5 / unit)
     leading = xp.round(rest)
     digits = []
     rest = rest - leading
@@ -134,9 +129,8 @@ def expanded(xp: Namespace, term: Array, limit: float) -> tuple[Array, ...]:
         digits.append(_cast(whole, form.integers))
         if left:
             rest = rest - whole
-    outside = (bits & ~below).view(form.floats)
-    beyond = (~below & form.bits_of(BEYOND)).view(form.floats)
-    return leading + (beyond + _not_finite(xp, outside)), *digits
+    outside = xp.where(size < float("inf"), BEYOND, term)  # NaN and infinities as they are
+    return xp.where(below, leading, outside), *digits
 
 
 def _negative(integers: Array) -> Array:
@@ -216,19 +210,18 @@ def rounded(xp: Namespace, total: Sequence[Array], limit: float) -> Array:
     for digit in digits:
         unit *= 2.0**-form.digit
         number = number + _cast(digit - half, form.floats) * unit
-    # Infinite where a term was out of range, else 0: of which the difference to itself is NaN, or
-    # 0.
-    most = 2.0 ** (form.most >> 1)
-    outside = (xp.clip(_finite(xp, total[0]), BEYOND / 2, most) - BEYOND / 2) * most
-    return number + (outside - outside)
+    is_lost = (total[0] >= BEYOND / 2) & (total[0] < float("inf"))
+    return xp.where(is_lost, float("nan"), number)
 
 
 def quotient(xp: Namespace, number: Array, divisor: Scalar) -> Array:
-    """Number / divisor, rounded correctly, for a positive divisor; 0 for a divisor of 0.
-
-    A result below the normal numbers is 0.
+    """Number / divisor, rounded correctly, for a positive divisor; 0 where the divisor, or the
+    result, is 0 or below the normal numbers.
     """
     form = format_of(xp, number.dtype)
+    has_doubles = xp.__name__ == "torch" and number.device.type != "mps"
+    if has_doubles and form.floats == xp.float32:
+        return _quotient_of_doubles(xp, number, divisor)
     below = form.mantissa - 1
     total = xp.zeros_like(number.reshape(-1)[:1]).sum() + divisor  # where and what the number is
     exponent, mantissa = form.split(number)
@@ -254,7 +247,21 @@ def quotient(xp: Namespace, number: Array, divisor: Scalar) -> Array:
     exact = ((magnitude | sign) & ~_negative(unusual)).view(form.floats) + _not_finite(
         xp, number / total
     )
-    return xp.where(total != 0, exact, 0.0)
+    return xp.where(total < xp.finfo(number.dtype).tiny, 0.0, exact)
+
+
+def _quotient_of_doubles(xp: Namespace, number: Array, divisor: Scalar) -> Array:
+    """The same for float32, in a tenth of the operations.
+
+    Two numbers of 24 bits have a quotient that is 2**-49 of itself, or more, away from where
+    float32 rounds the other way. So nothing is rounded twice (Figueroa, 1995), also where a product
+    with the reciprocal takes the place of the division.
+    """
+    if not hasattr(divisor, "dtype"):
+        divisor = xp.full((), divisor, dtype=number.dtype, device="cpu")  # rounded like others
+    quotient = number.double() / divisor.double()
+    least = xp.finfo(number.dtype).tiny
+    return xp.where((divisor < least) | (abs(quotient) < least), 0.0, quotient).to(number.dtype)
 
 
 # -- the parts of a fold. A sum of integers is exact as it is: one array, which is left alone.
