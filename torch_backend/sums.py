@@ -214,16 +214,14 @@ class Sums:
         others: dict[int, torch.Tensor] = dense
         if self.folding.joins:
             others = self.folding.joins.add(self, dense, weight)
+        new: dict[int, torch.dtype] = {}
         for index, value in others.items():
             if adds[index] is None:
                 total = folds[index].folded(of[index], value, weight)
                 # A monoid of the user's may return its argument, whose memory is grad_fn's.
                 of[index] = total.clone() if total is value else total
-        new = {
-            index: folds[index].accumulator_dtype
-            for index in others
-            if adds[index] and of[index] is None
-        }
+            elif of[index] is None:
+                new[index] = folds[index].accumulator_dtype
         if new:
             of.update(arrays.zeros(dense, new))
         # A weight that is a tensor is that of a transform, in which no kernel adds.

@@ -182,8 +182,8 @@ def gan(run):
 
 def accelerated(run):
     accelerate = pytest.importorskip("accelerate")
-    accelerator = accelerate.Accelerator(cpu=True)
-    accelerator.gradient_accumulation_steps = 4  # an earlier accelerator of this process has made the shared state
+    accelerate.state.GradientState._reset_state()  # of an earlier test of this process
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=4)
     model, optimizer = accelerator.prepare(run.model, run.optimizer)
     for window in WINDOWS:
         for x in window:

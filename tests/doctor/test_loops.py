@@ -308,7 +308,7 @@ def value_clipped(run):
 def clipped_by_code(run):
     def clip(run, window):
         for param in run.model.parameters():
-            param.grad *= 0.25
+            param.grad *= 0.3
 
     run.each(mean_over_n, then=clip)
 
@@ -366,7 +366,7 @@ EVENTS = {
     "closures": (with_closures, True, [], None),
     "LBFGS": (search_along_a_line, True, [], None),
     "values are clipped": (value_clipped, True, [], None),
-    "clipped by code": (clipped_by_code, True, [], "multiplied by 0.25"),
+    "clipped by code": (clipped_by_code, True, [], "multiplied by 0.3"),
     "two optimizers": (gan, True, [], "2 losses"),
     "an error in a backward": (raising_once, True, [], None),
     "16 bits": (in_16_bits, True, [], None),

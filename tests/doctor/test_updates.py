@@ -232,8 +232,8 @@ def test_a_gan_does_everything_once_a_step(is_one_loss):
 @pytest.mark.parametrize("is_prepared", [True, False])
 def test_accelerate(is_prepared):
     accelerate = pytest.importorskip("accelerate")
-    accelerator, run = accelerate.Accelerator(cpu=True), Run()
-    accelerator.gradient_accumulation_steps = N  # processes share a state, which an earlier one has made
+    accelerate.state.GradientState._reset_state()  # of an earlier test of this process
+    accelerator, run = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=N), Run()
     model, optimizer = accelerator.prepare(run.model, run.optimizer)
     schedule = cosine(run.optimizer)
     schedule = accelerator.prepare(schedule) if is_prepared else schedule

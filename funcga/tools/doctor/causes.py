@@ -314,7 +314,7 @@ def _of_terms(weighings: Sequence[Weighing], names: tuple[str, ...], n: float) -
         return names
     term, is_n = weighings[0].terms[0], len(weighings) == n
     kinds = {(each.terms[0].name, each.terms[0].head) for each in weighings}
-    is_mean_of_n = _close(term.averaged, n) or (
+    is_mean_of_n = any(_close(each.terms[0].averaged, n) for each in weighings) or (
         is_n and len(kinds) == 1 and any(_close(each, n) for each in term.divisors)
     )
     if is_mean_of_n and not names:
@@ -392,8 +392,7 @@ def _name_of_factor(weighing: Weighing, by_hand: float, n: float, most: int) -> 
     own = math.prod(weights)
     if _close(factor, by_hand):
         return "" if _close(factor * n, 1) else "scaled by hand"
-    numbers = [*map(abs, term.factors), own]
-    may_divide = n > 1 and any(_close(each, n) or _close(each * n, 1) for each in numbers)
+    may_divide = n > 1 and any(_close(w, n) or _close(w * n, 1) for w in (*weights, own))
     if may_divide or any(each.own for each in weighing.terms):
         return ""  # the factor may be a division by n, or undo one
     if is_sum and term.rows > 1:

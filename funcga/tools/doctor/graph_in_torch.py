@@ -243,6 +243,16 @@ def _classes(edge: Edge) -> int:
     return _shape((node, 0))[_signed(_saved(node, "dim"))]
 
 
+def _of_classes(edge: Edge, above: Term, weights: Weights) -> tuple[Term, Weights]:
+    """The weights of rows in a cross entropy: those that it ignores have none."""
+    (ignored,) = _hidden(edge)
+    hits = (~ignored).double()
+    above = replace(above, name="NllLoss").times(-1.0)
+    if _saved(edge[0], "reduction") == _MEAN:
+        above = above.over(_number(hits.sum()))
+    return above, hits if weights is None else hits * weights.reshape(hits.shape)
+
+
 def _of_scores(edge: Edge, above: Term, weights: Weights) -> Read:
     """A leaf of reading. That of a function of log-probabilities is the node of their softmax, with
     a weight for each row: losses with the same scores are of the same targets.
@@ -252,16 +262,13 @@ def _of_scores(edge: Edge, above: Term, weights: Weights) -> Read:
     if _saved(node, "weight") is not None:
         return edge, above, weights
     if name == "NllLoss":
-        (ignored,) = _hidden(edge)
-        hits = (~ignored).double()
-        weights = hits if weights is None else hits * weights.reshape(hits.shape)
-        above = replace(above, name=name).times(-1.0)
-        if _saved(node, "reduction") == _MEAN:
-            above = above.over(_number(hits.sum()))
+        above, weights = _of_classes(edge, above, weights)
     source = edge if name == "LogSoftmax" or not below else below[0]
     classes = _classes(source)
     if not classes or name not in ("Mul", "LogSoftmax", "Sum", "Mean", "Gather", "NllLoss"):
         return edge, above, weights
+    if name == "Gather" and _size(edge) * classes != _size(source):
+        return edge, above, weights  # several of a row
     scores = _scores(source)
     if name == "Sum":
         above = above.times(float(classes))

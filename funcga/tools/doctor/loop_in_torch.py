@@ -11,7 +11,10 @@ import linecache
 import os
 import sys
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import torch
@@ -69,6 +72,7 @@ class Loop:
         self._undo: list[Callable[[], object]] = []
         self._is_reduced = False
         self._micro_batch = MicroBatch()
+        self._heads = defaultdict[int, int](count().__next__)
         self._scaler: Any = None
 
     # --- what is replaced while it is open
@@ -169,7 +173,10 @@ class Loop:
         # A checkpoint may call backward inside of one.
         if _private.graph_task() < 0:
             losses = [tensors] if torch.is_tensor(tensors) else tensors
-            terms = [term for loss in losses for term in read(loss)]
+            # Heads by their order in the program, which is the same in all processes.
+            terms = [
+                replace(term, head=self._heads[term.head]) for loss in losses for term in read(loss)
+            ]
             if gradient is not None:
                 terms = [Term("backward with a gradient")]
             self._micro_batch = MicroBatch(terms, self._is_reduced, place=_place())
