@@ -19,7 +19,7 @@ class Term:
         divisors: What it is divided by, other than by means.
         size: Of how many elements means are taken.
         averaged: Of how many losses it is the mean.
-        own: Whether its elements are multiplied by what is no mask, or are of parameters: 0 if not.
+        own: Above 0 if elements have weights that are no mask, or it is a penalty on parameters.
         head: Of which parameter its scores are.
         rows: Of how many rows its elements are.
         counts: Pairs of the sum of the weights of its elements, and what may be meant by the number
