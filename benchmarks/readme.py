@@ -84,8 +84,7 @@ def markdown(results: Results) -> str:
     who = tables.exactness(results)
     parts = [
         _about(results),
-        "![torch: ratios of time and of peak bytes, and how they grow](../benchmarks/results/cpu-torch.png)",
-        "![JAX: ratios of time and of peak bytes, and how they grow](../benchmarks/results/cpu-jax.png)",
+        *map(_pictures, ("torch", "JAX")),
         *(_ratios(key, [pair for pair in pairs if pair.setting == key]) for key in settings),
         *([_sent(results)] if _sendings(results) else []),
         *([f"**{who.title}.**\n\n{_table(who.headings, who.rows)}"] if who.rows else []),
@@ -94,6 +93,14 @@ def markdown(results: Results) -> str:
         _behind(pairs),
     ]
     return "\n\n".join(parts)
+
+
+def _pictures(name: str) -> str:
+    of = f"../benchmarks/results/cpu-{name.lower()}"
+    return (
+        f"![{name}: ratios of time and of peak bytes]({of}.png)\n\n"
+        f"![{name}: how time and peak bytes grow]({of}-growth.png)"
+    )
 
 
 def coupled_markdown(results: Results) -> str:
