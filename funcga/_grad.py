@@ -4,7 +4,7 @@ import functools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, overload
+from typing import Any, Concatenate, Literal, overload
 
 from funcga._backend import Arrays, Backend
 from funcga._backend.dispatch import import_backends
@@ -18,7 +18,7 @@ from funcga._fold import (
     has_no_axes,
     kind,
 )
-from funcga._types import Array, GradFn, Kwargs, LossFn, P, R, Scalar, Tree
+from funcga._types import A, Array, GradFn, Kwargs, LossFn, P, R, Scalar, Tree
 from funcga.errors import FuncgaError, check_callable
 
 
@@ -203,7 +203,20 @@ def scaled_loss(loss: Array, scale: Scalar, arrays: Arrays) -> Array:
 
 @overload
 def grad(
-    loss_fn: Callable[P, object], argnums: int | tuple[int, ...] = 0, has_aux: bool = False
+    loss_fn: Callable[Concatenate[A, P], object],
+    argnums: Literal[0] = 0,
+    has_aux: Literal[False] = False,
+) -> Callable[Concatenate[A, P], A]: ...
+@overload
+def grad(  # type: ignore[overload-overlap]
+    loss_fn: Callable[Concatenate[A, P], tuple[object, R]],
+    argnums: Literal[0] = 0,
+    *,
+    has_aux: Literal[True],
+) -> Callable[Concatenate[A, P], tuple[A, R]]: ...
+@overload
+def grad(
+    loss_fn: Callable[P, object], argnums: int | tuple[int, ...], has_aux: bool = False
 ) -> Callable[P, Any]: ...
 @overload
 def grad(
@@ -252,7 +265,11 @@ def grad(
 
 @overload
 def value_and_grad(
-    loss_fn: Callable[P, R], argnums: int | tuple[int, ...] = 0, has_aux: bool = False
+    loss_fn: Callable[Concatenate[A, P], R], argnums: Literal[0] = 0, has_aux: bool = False
+) -> Callable[Concatenate[A, P], tuple[R, A]]: ...
+@overload
+def value_and_grad(
+    loss_fn: Callable[P, R], argnums: int | tuple[int, ...], has_aux: bool = False
 ) -> Callable[P, tuple[R, Any]]: ...
 @overload
 def value_and_grad(

@@ -31,3 +31,5 @@ LossFn = Callable[..., Any]
 
 P = ParamSpec("P")
 R = TypeVar("R")
+# What is differentiated, and so its gradient.
+A = TypeVar("A")

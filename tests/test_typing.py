@@ -40,7 +40,9 @@ params, x = {"w": Array()}, Array()
 step = funcga.accumulate(funcga.value_and_grad(loss_fn), n=8)
 loss, grads = step(params, x)
 loss, grads = step(params, x, train=True)
-loss.mean(), grads["w"]
+loss.mean(), grads["w"].mean()
+grads["w"].foo  # attr-defined
+grads.w  # attr-defined
 step("complete", nonsense=1)  # call-arg, arg-type
 step(params)  # call-arg
 step(params, x, nonsense=1)  # call-arg
@@ -52,7 +54,11 @@ aux.mean()  # attr-defined
 short = funcga.accumulate(funcga.value_and_grad(lambda params, x: (x @ params["w"]).mean()), "auto")
 short(params, x)
 short(params)  # call-arg
-funcga.accumulate(funcga.grad(loss_fn, argnums=(0, 1)), 4)(params, x)
+(of_params, of_x) = funcga.accumulate(funcga.grad(loss_fn, argnums=(0, 1)), 4)(params, x)
+only_grads, aux = funcga.accumulate(funcga.grad(with_aux, has_aux=True), 4)(params, x)
+only_grads["w"].mean(), aux + 1
+aux.mean()  # attr-defined
+funcga.accumulate(funcga.grad(loss_fn), 4)(params, x)["w"].foo  # attr-defined
 funcga.value_and_grad(loss_fn, scaled=True)(params, x, loss_scale=2.0)
 funcga.grad(loss_fn)(params, x, loss_scale=2.0)  # call-arg
 funcga.grad(3)  # call-overload
@@ -76,6 +82,30 @@ for window in items:
     loss.mean()
 rows: list[list[int]] = [*funcga.windows([x], 2)]  # list-item
 
+def summary_fn(params: dict[str, Array], x: Array) -> dict[str, Array]:
+    return {"x": x @ params["w"]}
+
+
+def of_summaries(params: dict[str, Array], s: dict[str, Array]) -> Array:
+    return s["x"].mean()
+
+
+coupled = funcga.coupled(summary_fn, of_summaries, n=4, weight=lambda params, x: 3)
+loss, grads = coupled(params, x)
+loss.backwards()  # attr-defined
+grads["w"].foo  # attr-defined
+coupled(params)  # call-arg
+funcga.coupled(summary_fn, of_summaries, folds=funcga.mean())  # call-overload
+funcga.coupled(summary_fn, of_summaries, 4, argnums=(0, 1))(params, x)
+
+tx = funcga.multi_steps((lambda params: (), lambda grads, state, params: (grads, state)), 4)
+state = tx.init(params)
+updates, state = tx.update(grads, state, params, weight=3)
+updates["w"].foo  # attr-defined
+state.update  # attr-defined
+state.updates, tx.accumulate(grads, state).offered
+tx.update(grads, params)  # arg-type
+
 funcga.Accumulator((funcga.mean(), funcga.sum()))
 funcga.Accumulator(funcga.mean)  # arg-type
 funcga.nonsense  # attr-defined
@@ -87,7 +117,7 @@ import torch
 from torch import Tensor, nn
 
 import funcga
-from torch_backend import assign_grads, module_value_and_grad
+from torch_backend import assign_grads, from_optimizer, module_value_and_grad, trainable
 
 
 def loss_fn(model: nn.Linear, x: Tensor, y: Tensor, *, train: bool = False) -> Tensor:
@@ -104,6 +134,11 @@ step = funcga.accumulate(gradient, n=2)
 loss, grads = step(x, y, train=True)
 loss.mean(), grads["weight"].mean()
 assign_grads(model, grads)
+assign_grads(model, loss)  # call-overload
+assign_grads(model, None)  # call-overload
+assign_grads(trainable(model), grads)
+assign_grads([*model.parameters()], [None, x])
+assign_grads(model.parameters(), (x, y))
 gradient(x, y)[0].backwards()  # attr-defined
 step(x)  # call-arg
 step(x, y, 3, 4, z=5)  # arg-type, call-arg, call-arg, call-arg
@@ -120,6 +155,16 @@ module_value_and_grad(model, loss_fn, scaled=True)(x, y, loss_scale=2.0)
 gradient(x, y, loss_scale=2.0)  # call-arg
 module_value_and_grad(loss_fn, model)  # call-overload
 loss, grads = funcga.stream(gradient)(funcga.windows([(x, y)], 2))
+
+loss, grads = funcga.coupled(module_value_and_grad(model, with_aux), lambda model, s: s[0] * s[1], n=2)(x)
+assign_grads(model, grads)
+params = trainable(model)
+tx = from_optimizer(torch.optim.AdamW, lr=1e-3)
+state = tx.init(params)
+updates, state = tx.update(grads, state, params)
+updates["weight"].foo  # attr-defined
+state.slots, state.started.all()
+state.steps  # attr-defined
 """
 
 

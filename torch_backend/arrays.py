@@ -280,6 +280,9 @@ def in_own_memory(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     owned = list[torch.Tensor]()
     shards = gradients if {*map(type, gradients)} <= {torch.Tensor} else local_tensors(gradients)
     for gradient, shard in zip(gradients, shards, strict=True):
+        if shard.layout is not torch.strided:  # autograd has copied what others hold
+            owned.append(gradient)
+            continue
         storage = shard.untyped_storage()
         # Two references to the memory are expected: that of the gradient, and `storage`. Memory
         # that is not torch's own, such as a NumPy array's, cannot be resized. Its owner does not

@@ -3,8 +3,8 @@ added.
 """
 
 import operator
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, overload
 
 import torch
 from torch import nn
@@ -79,6 +79,12 @@ def summed(params: Tree, updates: Tree, in_place: bool = False) -> Tree:
     return trees.unflatten(structure, leaves)
 
 
+@overload
+def assign_grads(params: nn.Module, grads: Mapping[str, torch.Tensor | None]) -> None: ...
+@overload
+def assign_grads(
+    params: Mapping[Any, Any] | Sequence[Any] | Iterator[Any] | torch.Tensor, grads: Tree
+) -> None: ...
 def assign_grads(params: Tree, grads: Tree) -> None:
     """Sets `.grad` of every parameter to its gradient, for `optimizer.step()` to find. Unlike
     `apply_updates` and `funcga.transforms.apply`, it changes no parameter.

@@ -27,8 +27,8 @@ class Folding:
     `grads`: the gradients of leaves that last as long as the window, in the order of these; they
     are the same for all micro-batches. `moved`: those of arguments that are split. `beside`: all
     other leaves, and `rest_outputs` the Outputs of these alone; `with_loss`: whether the first of
-    them is the loss. `may_be_wide`: whether a `.grad` may be wider than its leaf, as a module's own
-    parameters may not have it. `pure`: whether nothing may be written to, as what is computed is
+    them is the loss. `may_be_wide`: whether a `.grad` may be wider than its leaf, as what wraps a
+    module does not take it. `pure`: whether nothing may be written to, as what is computed is
     differentiated from outside.
     """
 
@@ -129,7 +129,7 @@ class Sums:
     `of` has the accumulator of each leaf, None before its first value. A weighted sum is held
     divided by the `unit`, which stays where it is fixed. `total` and `steps` count, and `rejected`
     what is left out: tensors where only a device knows. `state` is what is threaded to the next
-    micro-batch.
+    micro-batch. `sparse`: the sums that are lists of rows, as gradients of sparse embeddings are.
     """
 
     folding: Folding
@@ -143,6 +143,7 @@ class Sums:
     rejected: Any = 0
     unit: float | None = None
     unit_is_fixed: bool = False
+    sparse: set[int] = field(default_factory=set)
 
     # --- the unit of weighted sums
 
@@ -207,13 +208,28 @@ class Sums:
         self.total = self.total + arrays.counted(weight)
         self.steps += 1
 
+    def taken(self, index: int, value: torch.Tensor) -> torch.Tensor:
+        """A value as its sum takes it: a list of rows as it is, if torch adds it, else dense."""
+        is_sparse = value.layout is torch.sparse_coo
+        if is_sparse and self.folding.adds[index] and not self.folding.joins:
+            if self.of[index] is None:
+                self.sparse.add(index)
+            return value
+        if index in self.sparse:  # to which nothing dense can be added
+            self.sparse.remove(index)
+            self.of[index] = self.of[index].to_dense()
+        return value.to_dense()
+
     def add_reduced(self, values: Mapping[int, Any], weight: Scalar) -> None:
         """Folds the reduced ones of these leaves in, all that are added alike in one kernel."""
         of, folds, adds = self.of, self.folding.folds, self.folding.adds
-        dense = {index: arrays.strided(values[index]) for index in values if index in folds}
-        others: dict[int, torch.Tensor] = dense
+        values = {index: values[index] for index in values if index in folds}
+        for index, value in values.items():
+            if value.layout is not torch.strided or self.sparse:
+                values[index] = self.taken(index, value)
+        others: dict[int, torch.Tensor] = values
         if self.folding.joins:
-            others = self.folding.joins.add(self, dense, weight)
+            others = self.folding.joins.add(self, values, weight)
         new: dict[int, torch.dtype] = {}
         for index, value in others.items():
             if adds[index] is None:
@@ -223,12 +239,12 @@ class Sums:
             elif of[index] is None:
                 new[index] = folds[index].accumulator_dtype
         if new:
-            of.update(arrays.zeros(dense, new))
+            of.update(arrays.zeros(values, new))
         # A weight that is a tensor is that of a transform, in which no kernel adds.
         for kind, factor in (("weighted", self.share(weight)), ("plain", 1)):
-            indices = [index for index in dense if adds[index] == kind]
+            indices = [index for index in values if adds[index] == kind]
             if indices and factor:  # a weight of 0 adds nothing, not even a NaN
-                sums, more = ([*map(each.__getitem__, indices)] for each in (of, dense))
+                sums, more = ([*map(each.__getitem__, indices)] for each in (of, values))
                 arrays.add(sums, more, factor)
 
     # --- the end of the window
@@ -249,6 +265,8 @@ class Sums:
         if folding.cast:
             for index, narrow in arrays.cast(results, folding.cast).items():
                 results[index] = narrow
+        for index in self.sparse:
+            results[index] = results[index].coalesce()
         if folding.normalized:
             self._normalize(results)
         for index, fold in outputs.collected.items():

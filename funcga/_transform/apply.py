@@ -3,18 +3,20 @@ wrappers of transforms once for both, updates and new parameters.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Self
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 from funcga._backend import Backend
 from funcga._backend.dispatch import backend_of
 from funcga._transform import Traits, Transform, takes_weight, wrapped_transform
-from funcga._types import Kwargs, Scalar, Tree
+from funcga._types import A, Kwargs, Scalar, Tree
 from funcga.errors import FuncgaError
 
+S = TypeVar("S")
 
-class UpdateFunction:
+
+class UpdateFunction(Generic[S]):
     """The `update` of funcga's own transforms: a callable object, whose variants share one
-    `stepped`.
+    `stepped`. `S`: the state between two calls.
     """
 
     @property
@@ -27,22 +29,18 @@ class UpdateFunction:
         owned: bool,
         into: bool | None,
         grads: Tree,
-        state: Any,
+        state: S,
         params: Tree,
         extra: Kwargs,
-    ) -> tuple[Tree, Any]:
+    ) -> tuple[Tree, S]:
         """(updates, state), or (params, state): see `Step`, which has `owned` and `into`."""
         raise NotImplementedError
 
-    def __call__(
-        self, grads: Tree, state: Any, params: Tree = None, **extra: Any
-    ) -> tuple[Tree, Any]:
+    def __call__(self, grads: A, state: S, params: Tree = None, **extra: Any) -> tuple[A, S]:
         """(updates, state)."""
         return self.stepped(False, None, grads, state, params, extra)
 
-    def donated(
-        self, grads: Tree, state: Any, params: Tree = None, **extra: Any
-    ) -> tuple[Tree, Any]:
+    def donated(self, grads: A, state: S, params: Tree = None, **extra: Any) -> tuple[A, S]:
         """The same; gradients and state may be written to."""
         return self.stepped(True, None, grads, state, params, extra)
 

@@ -107,6 +107,7 @@ class MultiSteps(Transform):
 
     __slots__ = ()
 
+    init: Callable[[Tree], MultiStepsState]
     update: "MultiStepsUpdate"
 
     def accumulate(
@@ -347,7 +348,7 @@ def _both_types(base: type) -> type[MultiSteps]:
 
 
 @dataclass(frozen=True, eq=False)
-class MultiStepsUpdate(UpdateFunction):
+class MultiStepsUpdate(UpdateFunction[MultiStepsState]):
     """The `update` of one `multi_steps`, its options, and the functions that need them."""
 
     tx: Transform

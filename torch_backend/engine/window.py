@@ -5,7 +5,7 @@ The sums stand as `.grad`s of the leaves, autograd adds to them in place, and th
 micro-batch is its cotangent.
 
 Where a gradient cannot be added so (folds that are no sums, hooks of the user's beside uneven
-weights, sums wider than a module's own parameters) each gradient is taken from `.grad` after its
+weights, sums wider than wrapped parameters) each gradient is taken from `.grad` after its
 pass, and folded in.
 
 What only a first call does stands in other files: plan and bound.
@@ -362,6 +362,8 @@ class Window(ExitStack):
             sums.unit, _ = self.even
         self.held = [None] * len(self.inputs)
         if folding.lends and folding.wide:
+            if self.own is not None:
+                self.callback(self._narrow, [leaf.grad_dtype for leaf in self.inputs])
             # A wider sum begins with zeros: autograd could only begin it in the leaf's dtype.
             for at, total in arrays.zeros(self.inputs, folding.wide).items():
                 self.held[at] = sums.of[folding.grads[at]] = total
@@ -374,17 +376,19 @@ class Window(ExitStack):
         assert self.sums is not None
         if self.measuring is not None:
             self.measuring.measure()  # and holds none of them any more
-        grads, held, indices = [*map(_GRAD, self.inputs)], [*self.held], self.sums.folding.grads
-        new = [at for at, grad in enumerate(grads) if grad is not None and held[at] is None]
+        sums, grads, held = self.sums, [*map(_GRAD, self.inputs)], [*self.held]
+        indices = sums.folding.grads
+        # Of rows and a dense gradient autograd makes a dense one.
+        new = [at for at, grad in enumerate(grads) if grad is not None and grad is not held[at]]
         firsts = [grads[at] for at in new]
-        if {*map(_LAYOUT, firsts)} - {torch.strided}:
-            firsts = [*map(arrays.strided, firsts)]
+        if sums.sparse or {*map(_LAYOUT, firsts)} - {torch.strided}:
+            firsts = [sums.taken(indices[at], grads[at]) for at in new]
         # Later gradients are added in place, so nobody else may hold this memory.
         for at, total in zip(new, arrays.in_own_memory(firsts), strict=True):
             if total is not grads[at]:
                 self.inputs[at].grad = total
-            held[at] = self.sums.of[indices[at]] = total
-        self.held, self.begun = held, type(None) not in map(type, held)
+            held[at] = sums.of[indices[at]] = total
+        self.held, self.begun = held, not (sums.sparse or type(None) in map(type, held))
 
     def _take(self, weight: float) -> None:
         """Folds the gradients in that a pass has left in the leaves, and frees them."""
@@ -407,6 +411,12 @@ class Window(ExitStack):
                     leaf.grad_dtype = None  # .grad may have another dtype than the leaf
                 leaf.grad = total
         self.held, self.begun = totals, type(None) not in map(type, totals)
+
+    def _narrow(self, grad_dtypes: Sequence[torch.dtype | None]) -> None:
+        """Lets a module's own parameters have `.grad`s of their own dtypes again."""
+        for leaf, dtype in zip(self.inputs, grad_dtypes, strict=True):
+            leaf.grad = None
+            leaf.grad_dtype = dtype
 
     def _rest(
         self, loss: torch.Tensor, aux: Tree, moving: Sequence[torch.Tensor]

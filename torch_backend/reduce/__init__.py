@@ -166,6 +166,9 @@ class Reduction:
         exchange shapes.
         """
         sums, of, agreement = self.sums, self.sums.of, self.agreement
+        for leaf in sums.sparse:  # each replica has other rows
+            of[leaf] = of[leaf].to_dense()
+        sums.sparse = set()
         collects = agreement.outputs.collected
         if self.addition is None:
             sums.hold_in(self.unit)  # from the unit of this replica to that of all

@@ -11,7 +11,7 @@ Design note: docs/concepts/inside_coupled.md.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, wraps
-from typing import Any, NamedTuple
+from typing import Any, Concatenate, Literal, NamedTuple, TypedDict, Unpack, overload
 
 from funcga import normalizers
 from funcga._accumulate import TotalsFn
@@ -23,12 +23,48 @@ from funcga._fold.outputs import Outputs
 from funcga._grad import GradientFunction, value_and_grad
 from funcga._replicas import StepId, step_of
 from funcga._tools import load
-from funcga._types import Across, Array, LossFn, Scalar, Tree, TreeFn, WeightFn
+from funcga._types import A, Across, Array, LossFn, P, R, Scalar, Tree, TreeFn, WeightFn
 from funcga.errors import FuncgaError, check_callable
 from funcga.folds import Fold, FoldTree, concat
 from funcga.reducers import weighted
 
 
+class _Options(TypedDict, total=False):
+    microbatch_size: int | None
+    fold: FoldTree
+    weight: WeightFn | None
+    in_axes: Tree
+    across: Across
+    totals: TotalsFn | None
+    has_aux: bool
+
+
+# The first is for a module's own parameters, whose gradients its gradient function returns.
+@overload
+def coupled(
+    summary_fn: Callable[P, tuple[object, dict[str, A]]],
+    loss_fn: Callable[..., R],
+    n: int | None = None,
+    **options: Unpack[_Options],
+) -> Callable[P, tuple[R, dict[str, A]]]: ...
+@overload
+def coupled(  # type: ignore[overload-overlap]
+    summary_fn: Callable[Concatenate[A, P], object],
+    loss_fn: Callable[..., R],
+    n: int | None = None,
+    *,
+    argnums: Literal[0] = 0,
+    **options: Unpack[_Options],
+) -> Callable[Concatenate[A, P], tuple[R, A]]: ...
+@overload
+def coupled(
+    summary_fn: Callable[P, object],
+    loss_fn: Callable[..., R],
+    n: int | None = None,
+    *,
+    argnums: int | tuple[int, ...],
+    **options: Unpack[_Options],
+) -> Callable[P, tuple[R, Any]]: ...
 def coupled(
     summary_fn: Callable[..., Tree],
     loss_fn: LossFn,

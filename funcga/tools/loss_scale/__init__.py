@@ -107,7 +107,7 @@ _MOST = 2.0**127  # the largest power of two in float32
 
 
 @dataclass(frozen=True, eq=False)
-class _ScaledUpdate(UpdateFunction):
+class _ScaledUpdate(UpdateFunction[Any]):
     """The `update` of one `loss_scaled`, with its choices."""
 
     tx: Transform

@@ -51,7 +51,7 @@ def chain(*transforms: object) -> DonatingTransform:
 
 
 @dataclass(frozen=True)
-class _Chain(UpdateFunction):
+class _Chain(UpdateFunction[Any]):
     """The functions of a chain; calling it is `update`."""
 
     links: tuple[Transform, ...]

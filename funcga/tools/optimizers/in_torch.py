@@ -74,7 +74,7 @@ def from_optimizer(
     groups: Callable[[str], Mapping[str, object]] | None = None,
     scheduler: Callable[[Optimizer], LRScheduler] | None = None,
     **options: object,
-) -> DonatingTransform:
+) -> "OptimizerTransform":
     """Turns a torch optimizer into a transform: two pure functions, `(init, update)`.
 
     `init(params)` returns an OptimizerState. `update(grads, state, params)` returns
@@ -133,11 +133,20 @@ def from_optimizer(
             "the two: a number for lr, or no scheduler."
         )
     functions = _Update(optimizer, options, groups, scheduler)
-    return DonatingTransform(functions.init, functions)
+    return OptimizerTransform(functions.init, functions)
+
+
+class OptimizerTransform(DonatingTransform):
+    """What `from_optimizer` returns."""
+
+    __slots__ = ()
+
+    init: Callable[[Tree], OptimizerState]
+    update: "_Update"
 
 
 @dataclass(frozen=True, eq=False)
-class _Update(UpdateFunction):
+class _Update(UpdateFunction[OptimizerState]):
     """The functions of the transform; calling it is `update`."""
 
     optimizer: type[Optimizer]
@@ -505,7 +514,7 @@ def _clipping(clip: TreeFn, name: str, limit: float) -> DonatingTransform:
 
 
 @dataclass(frozen=True)
-class _Clipping(UpdateFunction):
+class _Clipping(UpdateFunction[Any]):
     """The functions of a transform that clips; calling it is `update`."""
 
     clip: TreeFn
