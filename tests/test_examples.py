@@ -41,6 +41,10 @@ PRINTS = {  # what the output has to hold, and how often
         r"micro-batches: loss [13]\.\d+, off by \de-1[3-9]$|loop, .*: loss (?:nan|[13]\.\d+), off by (?:71|8[59]|28|31|54)%$",
         12,
     ),
+    "speech_torch": (
+        r"of 6: off by \de-1[3-9]; .*: \de-1[3-9]$|of 7: off by \de-1[3-9]; .*: (?:11|22|10|14)%$",
+        5,
+    ),
     "noise_scale_torch": (r"^ +\d+ +[\d.]+ \+- *[\d.]+ +[\d.]+ +.*o|three standard errors: (?:7[89]|80) of 80$", 9),
     "clipping_torch": (r"^norms of the windows: 1\.901, 13\.245$|the weights are those of two batches", 2),
     "clip_and_schedule_jax": (r"^updates 9: the parameters are those of whole batches$", 1),
