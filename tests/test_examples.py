@@ -45,6 +45,10 @@ PRINTS = {  # what the output has to hold, and how often
         r"of 6: off by \de-1[3-9]; .*: \de-1[3-9]$|of 7: off by \de-1[3-9]; .*: (?:11|22|10|14)%$",
         5,
     ),
+    "vae_torch": (
+        r"rows, .*: off by \de-1[3-9]; .*: \de-1[3-9]$|: off by \de-1[3-9]; .*: (?:5|43|2)%$|^update 60: beta 1\.00, loss 10\.",
+        5,
+    ),
     "noise_scale_torch": (r"^ +\d+ +[\d.]+ \+- *[\d.]+ +[\d.]+ +.*o|three standard errors: (?:7[89]|80) of 80$", 9),
     "clipping_torch": (r"^norms of the windows: 1\.901, 13\.245$|the weights are those of two batches", 2),
     "clip_and_schedule_jax": (r"^updates 9: the parameters are those of whole batches$", 1),
