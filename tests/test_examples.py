@@ -49,6 +49,11 @@ PRINTS = {  # what the output has to hold, and how often
         r"rows, .*: off by \de-1[3-9]; .*: \de-1[3-9]$|: off by \de-1[3-9]; .*: (?:5|43|2)%$|^update 60: beta 1\.00, loss 10\.",
         5,
     ),
+    "diffusion_torch": (
+        r"of 7: off by \de-1[3-9]; .*: \de-1[3-9]$|of 8: off by \de-1[3-9]; .*: 12%$"
+        r"|weights off by \de-1[3-9], EMA off by \de-1[3-9]$|micro-batches: off by 50%$",
+        4,
+    ),
     "noise_scale_torch": (r"^ +\d+ +[\d.]+ \+- *[\d.]+ +[\d.]+ +.*o|three standard errors: (?:7[89]|80) of 80$", 9),
     "clipping_torch": (r"^norms of the windows: 1\.901, 13\.245$|the weights are those of two batches", 2),
     "clip_and_schedule_jax": (r"^updates 9: the parameters are those of whole batches$", 1),
