@@ -37,6 +37,23 @@ PRINTS = {  # what the output has to hold, and how often
     "variable_length_jax": (r": \[0\.0953, 0\.4337\]$|^wrong.*: \[0\.0775, 0\.4514\]$", 3),
     "grpo_torch": (r"that of the whole batch: True; by hand it is off by \d|^in the end: reward 0\.[4-9]", 3),
     "auxiliary_jax": (r"^that of the whole batch: True$|is off by \d+%$|^update 60: loss 0\.[34]", 3),
+    "text_torch": (
+        r"micro-batches: loss [13]\.\d+, off by \de-1[3-9]$|loop, .*: loss (?:nan|[13]\.\d+), off by (?:71|8[59]|28|31|54)%$",
+        12,
+    ),
+    "speech_torch": (
+        r"of 6: off by \de-1[3-9]; .*: \de-1[3-9]$|of 7: off by \de-1[3-9]; .*: (?:11|22|10|14)%$",
+        5,
+    ),
+    "vae_torch": (
+        r"rows, .*: off by \de-1[3-9]; .*: \de-1[3-9]$|: off by \de-1[3-9]; .*: (?:5|43|2)%$|^update 60: beta 1\.00, loss 10\.",
+        5,
+    ),
+    "diffusion_torch": (
+        r"of 7: off by \de-1[3-9]; .*: \de-1[3-9]$|of 8: off by \de-1[3-9]; .*: 12%$"
+        r"|weights off by \de-1[3-9], EMA off by \de-1[3-9]$|micro-batches: off by 50%$",
+        4,
+    ),
     "noise_scale_torch": (r"^ +\d+ +[\d.]+ \+- *[\d.]+ +[\d.]+ +.*o|three standard errors: (?:7[89]|80) of 80$", 9),
     "clipping_torch": (r"^norms of the windows: 1\.901, 13\.245$|the weights are those of two batches", 2),
     "clip_and_schedule_jax": (r"^updates 9: the parameters are those of whole batches$", 1),
