@@ -61,6 +61,7 @@ PRINTS = {  # what the output has to hold, and how often
     "mixture_of_experts_jax": (r": \de-1[4-9] off in two passes, [\d.]+% off plainly$|^update 24: loss [23]\.", 3),
     "vicreg_torch": (r"whole batch: [1-9]e-1[4-6] in two passes$|the usual way, .*: (?:64|340)% off$", 4),
     "vicreg_jax": (r"whole batch: [1-9]e-1[4-6] in two passes$|the usual way, .*: (?:55|769)% off$", 4),
+    "detection_torch": (r": off by \de-1[3-9]$|backward\(\): 46%$|^update 30: loss 2\.", 3),
     "bfloat16_torch": (r" add up to 1,024$|to 1%: True$", 2),
     "metrics_torch": (r"^update [123]: .* accuracy \d+/\d+$|^epoch: .* accuracy 110/210$", 4),
     "metrics_jax": (r"accuracy 0\.7895 = 15/19, logits \(19, 4\)$", 1),
