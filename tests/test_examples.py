@@ -64,6 +64,7 @@ PRINTS = {  # what the output has to hold, and how often
     "detection_torch": (r": off by \de-1[3-9]$|backward\(\): 46%$|^update 30: loss 2\.", 3),
     "yolo_torch": (r": off by \de-1[3-9]$|backward\(\): (?:11|7)%$|^update 20: loss 0\.[3-6]", 5),
     "segmentation_torch": (r": off by \de-1[3-9]$|backward\(\): (?:57|10)%$|^update 30: loss 0\.[67]", 7),
+    "molecules_torch": (r": off by \de-1[3-9]$|backward\(\): 36%$|^epoch 10: loss 1\.", 3),
     "bfloat16_torch": (r" add up to 1,024$|to 1%: True$", 2),
     "metrics_torch": (r"^update [123]: .* accuracy \d+/\d+$|^epoch: .* accuracy 110/210$", 4),
     "metrics_jax": (r"accuracy 0\.7895 = 15/19, logits \(19, 4\)$", 1),
