@@ -65,6 +65,10 @@ PRINTS = {  # what the output has to hold, and how often
     "yolo_torch": (r": off by \de-1[3-9]$|backward\(\): (?:11|7)%$|^update 20: loss 0\.[3-6]", 5),
     "segmentation_torch": (r": off by \de-1[3-9]$|backward\(\): (?:57|10)%$|^update 30: loss 0\.[67]", 7),
     "molecules_torch": (r": off by \de-1[3-9]$|backward\(\): 36%$|^epoch 10: loss 1\.", 3),
+    "splatting_torch": (
+        r": off by \de-1[3-9]$|: \de-1[3-9]$|gradients: 66%$|equal: True$|^16 of 40 .* be 0$|^update 30: loss 0\.0[34]",
+        7,
+    ),
     "bfloat16_torch": (r" add up to 1,024$|to 1%: True$", 2),
     "metrics_torch": (r"^update [123]: .* accuracy \d+/\d+$|^epoch: .* accuracy 110/210$", 4),
     "metrics_jax": (r"accuracy 0\.7895 = 15/19, logits \(19, 4\)$", 1),
