@@ -5,7 +5,7 @@
 DETR divides its box losses by `num_boxes`, and its cross-entropy by the sum of the class weights of all queries, where
 "no object" has weight 0.1. Both depend on the numbers of boxes. A loop that averages the losses of micro-batches gives
 a box more weight if its micro-batch has few of them. `totals=` counts the whole window first, and the loss divides each
-of its sums by a total. Matching is done image by image, so it is the same for every split.
+of its sums by a total. The matching, by scipy, is done image by image, so it is the same for every split.
 
 The targets are a list of dicts, one for each image. Such a batch cannot be cut along an axis: the micro-batches are
 those of the loader, and `stream` takes them as they are.

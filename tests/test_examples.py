@@ -99,6 +99,7 @@ PRINTS = {  # what the output has to hold, and how often
     "parity_torch_flax": (r"^rel may be 1e-12.*\n9 of 9 leaves of torch and flax are close", 1),
 }
 NEEDS = {
+    "detection_torch": "scipy",
     "gpt2_torch": "transformers",
     "bi_encoder_torch": "transformers",
     "image_text_jax": "flax",
