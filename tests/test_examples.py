@@ -78,6 +78,14 @@ PRINTS = {  # what the output has to hold, and how often
     "mixture_of_experts_jax": (r": \de-1[4-9] off in two passes, [\d.]+% off plainly$|^update 24: loss [23]\.", 3),
     "vicreg_torch": (r"whole batch: [1-9]e-1[4-6] in two passes$|the usual way, .*: (?:64|340)% off$", 4),
     "vicreg_jax": (r"whole batch: [1-9]e-1[4-6] in two passes$|the usual way, .*: (?:55|769)% off$", 4),
+    "detection_torch": (r": off by \de-1[3-9]$|backward\(\): 46%$|^update 30: loss 2\.", 3),
+    "yolo_torch": (r": off by \de-1[3-9]$|backward\(\): (?:11|7)%$|^update 20: loss 0\.[3-6]", 5),
+    "segmentation_torch": (r": off by \de-1[3-9]$|backward\(\): (?:57|10)%$|^update 30: loss 0\.[67]", 7),
+    "molecules_torch": (r": off by \de-1[3-9]$|backward\(\): 36%$|^epoch 10: loss 1\.", 3),
+    "splatting_torch": (
+        r": off by \de-1[3-9]$|: \de-1[3-9]$|gradients: 66%$|equal: True$|^16 of 40 .* be 0$|^update 30: loss 0\.0[34]",
+        7,
+    ),
     "bfloat16_torch": (r" add up to 1,024$|to 1%: True$", 2),
     "metrics_torch": (r"^update [123]: .* accuracy \d+/\d+$|^epoch: .* accuracy 110/210$", 4),
     "metrics_jax": (r"accuracy 0\.7895 = 15/19, logits \(19, 4\)$", 1),
@@ -108,6 +116,7 @@ PRINTS = {  # what the output has to hold, and how often
     "parity_torch_flax": (r"^rel may be 1e-12.*\n9 of 9 leaves of torch and flax are close", 1),
 }
 NEEDS = {
+    "detection_torch": "scipy",
     "gpt2_torch": "transformers",
     "bi_encoder_torch": "transformers",
     "image_text_jax": "flax",
