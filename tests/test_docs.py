@@ -230,7 +230,7 @@ def test_llms_txt_lists_every_page_and_is_small():
     text = runpy.run_path(str(DOCS / "llms.py"))["text"]()
     linked = re.findall(r"^- \[[^\]]+\]\((\S+)\.html\)", text, re.MULTILINE)
     assert sorted(linked) == sorted(page.removesuffix(".md") for page in PAGES if page != "index.md")
-    assert len(text) < 12_000
+    assert len(text) < 12_200
 
 
 def test_the_package_promises_the_versions_that_were_tried():
