@@ -4,7 +4,7 @@ over any iterable of micro-batches.
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
@@ -274,17 +274,13 @@ def stream(
             items: Iterator[Args] = map(_fields, microbatches)
             # The first micro-batch determines the framework.
             first = next(items, None)
-            own: Sequence[Any] = ()
-            if first is None:
-                if not program.is_told:
-                    raise FuncgaError(
-                        "the stream is empty: there is no micro-batch to fold, and so no structure "
-                        "to return. Check the loader, or that a generator was not used up before."
-                    )
-                # With other processes, the window raises the error on all of them. A module's
-                # parameters are then the only arrays.
-                own = () if owner is None else owner.parameters()
-            backend = backend_of_call(grad_fn, (*leading, *(first or own)), kwargs)
+            # With other processes, the window raises the error on all of them.
+            if first is None and not program.is_told:
+                raise FuncgaError(
+                    "the stream is empty: there is no micro-batch to fold, and so no structure "
+                    "to return. Check the loader, or that a generator was not used up before."
+                )
+            backend = backend_of_call(grad_fn, (*leading, *(first or ())), kwargs, owner)
             ahead = [] if first is None else [first]
             # A reference in this frame would keep the first micro-batch in memory during the loop.
             del first

@@ -202,7 +202,7 @@ def scaled_loss(loss: Array, scale: Scalar, arrays: Arrays) -> Array:
 
 
 @overload
-def grad(
+def grad(  # type: ignore[overload-overlap]
     loss_fn: Callable[Concatenate[A, P], object],
     argnums: Literal[0] = 0,
     has_aux: Literal[False] = False,
@@ -264,7 +264,7 @@ def grad(
 
 
 @overload
-def value_and_grad(
+def value_and_grad(  # type: ignore[overload-overlap]
     loss_fn: Callable[Concatenate[A, P], R], argnums: Literal[0] = 0, has_aux: bool = False
 ) -> Callable[Concatenate[A, P], tuple[R, A]]: ...
 @overload

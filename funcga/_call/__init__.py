@@ -2,10 +2,11 @@
 options, checked.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from itertools import islice
 from typing import Any, ClassVar, TypeVar
 
 from funcga import normalizers, reducers
@@ -55,7 +56,7 @@ class OwningGradient:
         """Its options that have to be the same on all replicas, as texts."""
         return {}
 
-    def parameters(self) -> Sequence[Array]:
+    def parameters(self) -> Iterator[Array]:
         """The parameters, which also say in which framework it runs."""
         raise NotImplementedError
 
@@ -238,10 +239,15 @@ def read_program(
     return Program(grad_fn, fold, weight, in_axes, split, across, memory)
 
 
-def backend_of_call(function: GradFn, args: Args, kwargs: Kwargs) -> Backend:
-    """The backend that owns the arrays of a call of a function."""
+def backend_of_call(
+    function: GradFn, args: Args, kwargs: Kwargs, owner: "OwningGradient | None" = None
+) -> Backend:
+    """The backend that owns the arrays of a call of a function. `owner`: whose parameters say it,
+    too, as the arguments may have none, or be no trees.
+    """
     names = lambda: [*argument_names(function, len(args)), *kwargs]  # for errors alone
-    return backend_of([*args, *kwargs.values()], names)
+    own = () if owner is None else islice(owner.parameters(), 1)
+    return backend_of([*args, *kwargs.values(), *own], names)
 
 
 def _is_exact(folds: Tree) -> bool:

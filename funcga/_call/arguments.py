@@ -4,7 +4,7 @@ are.
 
 import inspect
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -113,20 +113,26 @@ class Arguments:
         return rows
 
     def _check_examples(self, rows: int) -> None:
-        """Raises FuncgaError if all that is split are lists of arrays alike: these are examples,
-        as a collate function for images of several sizes makes them, and axis 0 is not the rows.
+        """Raises FuncgaError if lists of arrays, or dicts of them, are examples, as a collate
+        function for images of several sizes makes them: axis 0 of these is not the rows.
         """
         flatten, split = self.backend.trees.flatten, [part for part in self.parts if part.axes]
         if not all(isinstance(part.in_axes, int) for part in split):
             return  # the user has said what is split
         nodes = [node for part in split for node in flatten(part.value, _is_list)[0]]
         lists = [node for node in nodes if node is not None]
-        if not all(map(_is_list, lists)):
-            return  # another array has these rows
-        for examples in lists:
-            # A DataLoader makes its argument a list of the parts of a batch, which may be alike.
-            is_argument = any(examples is part.value for part in split)
-            if _look_alike(flatten(examples)[0], len(examples), rows if is_argument else None):
+        is_alone = all(map(_is_list, lists))  # else another array has these rows
+        for examples in filter(_is_list, lists):
+            if is_alone:
+                # A DataLoader makes its argument a list of the parts of a batch, which may be
+                # alike.
+                is_argument = any(examples is part.value for part in split)
+                are_rows = rows if is_argument else None
+                are_examples = _look_alike(flatten(examples)[0], len(examples), are_rows)
+            else:  # a dict for each row, as the targets of detection are
+                are_dicts = all(isinstance(example, Mapping) for example in examples)
+                are_examples = are_dicts and len(examples) == rows > 1
+            if are_examples:
                 raise FuncgaError(
                     f"a list of {len(examples)} arrays is split: axis 0 of each would be taken for "
                     "the rows, and these look like examples. If they are, stack them, or stream "

@@ -29,8 +29,15 @@ EXAMPLES = {
     "images in a list": lambda kit: (arrays_of(kit, *IMAGES),),
     "examples with an image": lambda kit: ([{"image": image} for image in arrays_of(kit, *IMAGES)],),
     "tokens": lambda kit: ({"tokens": arrays_of(kit, (7,), (7,))},),
+    "images and as many boxes in each": lambda kit: (
+        arrays_of(kit, (6, 3))[0],
+        [{"boxes": boxes} for boxes in arrays_of(kit, *[(6, 4)] * 6)],
+    ),
 }
 PARTS = {
+    "layers with states beside tokens": lambda kit: (
+        {"x": arrays_of(kit, (6, 4))[0], "layers": [{"state": state} for state in arrays_of(kit, *[(6, 4)] * 5)]},
+    ),
     "inputs and labels": lambda kit: (arrays_of(kit, (6, 3), (6,)),),
     "tokens, mask and labels": lambda kit: (arrays_of(kit, (2, 9), (2, 9), (2, 9), dtype="int32"),),
     "many views": lambda kit: (arrays_of(kit, *[(16, 3, 8, 8)] * 10),),

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import funcga
+import torch_backend
 from tests import problems
 from tests.kits import JAX, TORCH, difference, needs_cuda, no_synchronisation
 
@@ -166,3 +167,29 @@ def test_a_target_may_grow():
     assert [*funcga.windows([5, 5], funcga.transforms.TargetWeight(4), weight=lambda item: item)] == [[5], [5]]
     growing = funcga.transforms.TargetWeight(lambda updates: 2 + 2 * updates)
     assert [*map(len, funcga.windows([1] * 10, growing, weight=lambda rows: rows))] == [2, 4, 4]
+
+
+class Opaque:
+    """A micro-batch that is no tree, as a batch of graphs of torch_geometric."""
+
+    def __init__(self, x):
+        self.x = x
+
+
+@pytest.mark.parametrize("totals", [None, lambda batch: len(batch.x)])
+@pytest.mark.parametrize("of_module", [True, False])
+def test_micro_batches_may_be_objects(totals, of_module):
+    """The parameters say which framework it is, also those of a module."""
+    module = torch.nn.Linear(3, 1).double()
+    xs = [torch.randn(rows, 3).double() for rows in (4, 2)]
+    loss = lambda module, batch, totals=6: module(batch.x).square().sum() / totals
+    gradient, leading = torch_backend.module_value_and_grad(module, loss), ()
+    if not of_module:
+        gradient = funcga.value_and_grad(torch_backend.pure_loss(module, loss))
+        leading = (torch_backend.trainable(module),)
+    options = {} if totals is None else {"totals": totals}
+    step = funcga.stream(gradient, fold=funcga.sum(), **options)
+    value, grads = step(*leading, [Opaque(x) for x in xs])
+    expected = module(torch.cat(xs)).square().mean()
+    torch.testing.assert_close(value, expected.detach())
+    torch.testing.assert_close(grads["weight"], torch.autograd.grad(expected, module.weight)[0])

@@ -5,7 +5,7 @@ Only torch has this file: models of JAX are functions of their parameters.
 
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -73,9 +73,9 @@ class ModuleGradient(GradientFunction, OwningGradient):
         """
         return partial(put_back, buffers_of(self.module))
 
-    def parameters(self) -> Sequence[torch.Tensor]:
+    def parameters(self) -> Iterator[torch.Tensor]:
         """The parameters of the module."""
-        return [*self.module.parameters()]
+        return self.module.parameters()
 
     def unreached(self, count: int) -> FuncgaError:
         """The error for a loss that depends on no parameter of the module."""

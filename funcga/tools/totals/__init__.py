@@ -16,7 +16,7 @@ from funcga import monoids, reducers
 from funcga._accumulate import TotalsFn
 from funcga._backend import Arrays, Backend
 from funcga._backend.prefixes import mapped
-from funcga._call import Memory, Program, backend_of_call, owner_of
+from funcga._call import Memory, OwningGradient, Program, backend_of_call, owner_of
 from funcga._call.arguments import CARRY, Arguments, read_arguments
 from funcga._call.supported import MODULE
 from funcga._fold import accumulator_dtype, kind
@@ -50,7 +50,7 @@ def counting(program: Program, totals: TotalsFn) -> "Counting":
     if wrapper is not None:
         across = wrapper.replicas(across) or None
     # It has the names of grad_fn's parameters, for messages.
-    count = partial(_count, totals, program.in_axes)
+    count = partial(_count, totals, program.in_axes, owner)
     return Counting(
         update_wrapper(count, program.grad_fn, (), ()),
         sum(),
@@ -137,9 +137,9 @@ def _check_same(counted: int, numbers: Iterator[int]) -> Iterator[Any]:
     yield from ()
 
 
-def _count(totals: TotalsFn, in_axes: Tree, *args: Tree) -> Tree:
+def _count(totals: TotalsFn, in_axes: Tree, owner: OwningGradient | None, *args: Tree) -> Tree:
     """The totals of one micro-batch, 0-d arrays in types in which sums of them are exact."""
-    backend = backend_of_call(totals, args, {})
+    backend = backend_of_call(totals, args, {}, owner)
     arguments = read_arguments(args, in_axes, totals, backend)
     total = partial(_total, arrays=backend.arrays)
     return mapped(total, backend.trees, totals(*arguments.split_args(args)))
