@@ -86,6 +86,7 @@ PRINTS = {  # what the output has to hold, and how often
         r": off by \de-1[3-9]$|: \de-1[3-9]$|gradients: 66%$|equal: True$|^16 of 40 .* be 0$|^update 30: loss 0\.0[34]",
         7,
     ),
+    "ppo_torch": (r": off by \de-1[3-9]; .*: 2%$|micro-batch: off by 1%$|^in the end: mean return 0\.7\d$", 3),
     "bfloat16_torch": (r" add up to 1,024$|to 1%: True$", 2),
     "metrics_torch": (r"^update [123]: .* accuracy \d+/\d+$|^epoch: .* accuracy 110/210$", 4),
     "metrics_jax": (r"accuracy 0\.7895 = 15/19, logits \(19, 4\)$", 1),
