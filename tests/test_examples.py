@@ -87,6 +87,11 @@ PRINTS = {  # what the output has to hold, and how often
         7,
     ),
     "ppo_torch": (r": off by \de-1[3-9]; .*: 2%$|micro-batch: off by 1%$|^in the end: mean return 0\.7\d$", 3),
+    "multi_task_torch": (
+        r": off by \de-1[3-9]$|window: 86%, of the task: 47%$|^update (?:1|27): .* heads\.score\.weight, heads\.score\.bias$"
+        r"|^update 40: loss 1\.5\d, unused: nothing$",
+        5,
+    ),
     "bfloat16_torch": (r" add up to 1,024$|to 1%: True$", 2),
     "metrics_torch": (r"^update [123]: .* accuracy \d+/\d+$|^epoch: .* accuracy 110/210$", 4),
     "metrics_jax": (r"accuracy 0\.7895 = 15/19, logits \(19, 4\)$", 1),
