@@ -86,6 +86,11 @@ PRINTS = {  # what the output has to hold, and how often
         r": off by \de-1[3-9]$|: \de-1[3-9]$|gradients: 66%$|equal: True$|^16 of 40 .* be 0$|^update 30: loss 0\.0[34]",
         7,
     ),
+    "recommender_torch": (
+        r": off by \de-1[3-9]; .*: 8%$|^update 1: .* 64,000,000 bytes$|^update 40: loss 0\.0\d, .* 51,200 bytes$"
+        r"|sparse_coo, has 48 of 1,000,000 rows$",
+        4,
+    ),
     "ppo_torch": (r": off by \de-1[3-9]; .*: 2%$|micro-batch: off by 1%$|^in the end: mean return 0\.7\d$", 3),
     "multi_task_torch": (
         r": off by \de-1[3-9]$|window: 86%, of the task: 47%$|^update (?:1|27): .* heads\.score\.weight, heads\.score\.bias$"
