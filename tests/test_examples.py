@@ -97,6 +97,11 @@ PRINTS = {  # what the output has to hold, and how often
         r"|^update 40: loss 1\.5\d, unused: nothing$",
         5,
     ),
+    "lbfgs_torch": (
+        r": off by \de-1[3-9]; .*: 18%$|^(?:whole|accumulated): .* loss \de-0[345], u is off by \de-0[345]$"
+        r"|^usual: .* loss \de\+01, u is off by \de-01$",
+        4,
+    ),
     "bfloat16_torch": (r" add up to 1,024$|to 1%: True$", 2),
     "metrics_torch": (r"^update [123]: .* accuracy \d+/\d+$|^epoch: .* accuracy 110/210$", 4),
     "metrics_jax": (r"accuracy 0\.7895 = 15/19, logits \(19, 4\)$", 1),
