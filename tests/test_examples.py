@@ -97,6 +97,11 @@ PRINTS = {  # what the output has to hold, and how often
         r"|^update 40: loss 1\.5\d, unused: nothing$",
         5,
     ),
+    "once_per_update_torch": (
+        r"^40 updates: (?:\w+ off by \de-1[3-9], ){3}learning rates off by 0e\+00$|EMA off by 11%, SWA by 1%$"
+        r"|ends at 0\.0002, not 0\.0050$",
+        3,
+    ),
     "lbfgs_torch": (
         r": off by \de-1[3-9]; .*: 18%$|^(?:whole|accumulated): .* loss \de-0[345], u is off by \de-0[345]$"
         r"|^usual: .* loss \de\+01, u is off by \de-01$",
