@@ -102,6 +102,11 @@ PRINTS = {  # what the output has to hold, and how often
         r"|ends at 0\.0002, not 0\.0050$",
         3,
     ),
+    "once_per_update_jax": (
+        r"weights off by \de-1[3-9], EMA by \de-1[3-9]$|^reduce_on_plateau .* 0\.03125 .* 0\.03125$"
+        r"|weights off by \de-1[3-9], loss 0\.9\d+$| 1\d,\d+ temporary bytes, through the loop 1\d\d,\d+$",
+        4,
+    ),
     "lbfgs_torch": (
         r": off by \de-1[3-9]; .*: 18%$|^(?:whole|accumulated): .* loss \de-0[345], u is off by \de-0[345]$"
         r"|^usual: .* loss \de\+01, u is off by \de-01$",
