@@ -86,6 +86,32 @@ PRINTS = {  # what the output has to hold, and how often
         r": off by \de-1[3-9]$|: \de-1[3-9]$|gradients: 66%$|equal: True$|^16 of 40 .* be 0$|^update 30: loss 0\.0[34]",
         7,
     ),
+    "recommender_torch": (
+        r": off by \de-1[3-9]; .*: 8%$|^update 1: .* 64,000,000 bytes$|^update 40: loss 0\.0\d, .* 51,200 bytes$"
+        r"|sparse_coo, has 48 of 1,000,000 rows$",
+        4,
+    ),
+    "ppo_torch": (r": off by \de-1[3-9]; .*: 2%$|micro-batch: off by 1%$|^in the end: mean return 0\.7\d$", 3),
+    "multi_task_torch": (
+        r": off by \de-1[3-9]$|window: 86%, of the task: 47%$|^update (?:1|27): .* heads\.score\.weight, heads\.score\.bias$"
+        r"|^update 40: loss 1\.5\d, unused: nothing$",
+        5,
+    ),
+    "once_per_update_torch": (
+        r"^40 updates: (?:\w+ off by \de-1[3-9], ){3}learning rates off by 0e\+00$|EMA off by 11%, SWA by 1%$"
+        r"|ends at 0\.0002, not 0\.0050$",
+        3,
+    ),
+    "once_per_update_jax": (
+        r"weights off by \de-1[3-9], EMA by \de-1[3-9]$|^reduce_on_plateau .* 0\.03125 .* 0\.03125$"
+        r"|weights off by \de-1[3-9], loss 0\.9\d+$| 1\d,\d+ temporary bytes, through the loop 1\d\d,\d+$",
+        4,
+    ),
+    "lbfgs_torch": (
+        r": off by \de-1[3-9]; .*: 18%$|^(?:whole|accumulated): .* loss \de-0[345], u is off by \de-0[345]$"
+        r"|^usual: .* loss \de\+01, u is off by \de-01$",
+        4,
+    ),
     "bfloat16_torch": (r" add up to 1,024$|to 1%: True$", 2),
     "metrics_torch": (r"^update [123]: .* accuracy \d+/\d+$|^epoch: .* accuracy 110/210$", 4),
     "metrics_jax": (r"accuracy 0\.7895 = 15/19, logits \(19, 4\)$", 1),
