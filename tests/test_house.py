@@ -11,15 +11,15 @@ from tests import house
 
 MOST = {
     "files": 180,
-    "tokens": 167_350,
-    "tokens of the core": 82_810,
-    "tokens of the core, torch": 42_090,
-    "tokens of tools": 84_540,
+    "tokens": 168_210,
+    "tokens of the core": 83_365,
+    "tokens of the core, torch": 42_395,
+    "tokens of tools": 84_850,
     "tokens of the doctor": 13_745,
     "tokens of packs": 1_030,
     "attributes of a class": 26,
     "fmt: skip": 0,
-    "Any": 655,
+    "Any": 653,
     "getattr": 102,
     "files of tests that import what is private": 15,
 }

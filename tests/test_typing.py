@@ -95,7 +95,7 @@ loss, grads = coupled(params, x)
 loss.backwards()  # attr-defined
 grads["w"].foo  # attr-defined
 coupled(params)  # call-arg
-funcga.coupled(summary_fn, of_summaries, folds=funcga.mean())  # call-overload
+funcga.coupled(summary_fn, of_summaries, folds=funcga.mean())  # call-overload, call-overload
 funcga.coupled(summary_fn, of_summaries, 4, argnums=(0, 1))(params, x)
 
 tx = funcga.multi_steps((lambda params: (), lambda grads, state, params: (grads, state)), 4)

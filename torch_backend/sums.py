@@ -27,9 +27,9 @@ class Folding:
     `grads`: the gradients of leaves that last as long as the window, in the order of these; they
     are the same for all micro-batches. `moved`: those of arguments that are split. `beside`: all
     other leaves, and `rest_outputs` the Outputs of these alone; `with_loss`: whether the first of
-    them is the loss. `may_be_wide`: whether a `.grad` may be wider than its leaf, as what wraps a
-    module does not take it. `pure`: whether nothing may be written to, as what is computed is
-    differentiated from outside.
+    them is the loss. `may_be_wide`: whether a `.grad` may be wider than its leaf, as a module's own
+    parameters may not have it: their `grad_dtype`, once set, can't be unset. `pure`: whether
+    nothing may be written to, as what is computed is differentiated from outside.
     """
 
     outputs: Outputs
@@ -249,13 +249,13 @@ class Sums:
 
     # --- the end of the window
 
-    def result(self, finish: Callable[[list[Any]], None] | None = None) -> Tree:
+    def result(self, finish: Callable[[dict[int, Any]], None] | None = None) -> Tree:
         """The normalised result, in the structure of the output. The sums are empty afterwards.
         `finish` may replace leaves of the result.
         """
         folding, outputs = self.folding, self.folding.outputs
         of, self.of = self.of, defaultdict(NoneType)
-        results = [*map(of.__getitem__, range(len(outputs.folds)))]
+        results = dict(enumerate(map(of.__getitem__, range(len(outputs.folds)))))
         for indices, by, weighted in folding.quotients:
             divisor = self.total if by == "weight" else self.steps
             unit = (self.unit or 1.0) if weighted else 1.0
@@ -263,27 +263,24 @@ class Sums:
             if isinstance(divisor, torch.Tensor) or divisor != unit:
                 arrays.divide(sums, divisor / unit)
         if folding.cast:
-            for index, narrow in arrays.cast(results, folding.cast).items():
-                results[index] = narrow
-        for index in self.sparse:
-            results[index] = results[index].coalesce()
+            results.update(arrays.cast(results, folding.cast))
+        results.update({index: results[index].coalesce() for index in self.sparse})
         if folding.normalized:
             self._normalize(results)
         for index, fold in outputs.collected.items():
             rows = self.collected[index]
             results[index] = torch.cat(rows, dim=fold.axis or 0).to(fold.result_dtype)
-        for index, leaf in zip(outputs.threads, self.state, strict=True):
-            results[index] = leaf
+        results.update(zip(outputs.threads, self.state, strict=True))
         if finish is not None:
             finish(results)
-        return trees.unflatten(outputs.structure, results)
+        return trees.unflatten(outputs.structure, [*results.values()])
 
     @property
     def tally(self) -> Tally:
         """How much has been folded."""
         return Tally((self.total,), self.steps)
 
-    def _normalize(self, results: list[Any]) -> None:
+    def _normalize(self, results: dict[int, Any]) -> None:
         """Replaces those of the sums that are normalised by their own folds by their results."""
         folding, tally, indices = self.folding, self.tally, self.folding.normalized
         if folding.joins:

@@ -48,7 +48,7 @@ def folding_of(window: Any, loss: torch.Tensor, aux: Tree) -> Folding:
         beside=tuple(beside),
         rest_outputs=outputs.part(beside, structure),
         with_loss=gradient.with_value,
-        may_be_wide=not (window.runs_whole or any(map(is_dtensor, window.inputs))),
+        may_be_wide=window.own is None and not any(map(is_dtensor, window.inputs)),
     )
     may_differ = gradient.has_aux or window.plan.moving or window.measuring is not None
     if type(loss) is torch.Tensor and not may_differ:

@@ -5,7 +5,7 @@ The sums stand as `.grad`s of the leaves, autograd adds to them in place, and th
 micro-batch is its cotangent.
 
 Where a gradient cannot be added so (folds that are no sums, hooks of the user's beside uneven
-weights, sums wider than wrapped parameters) each gradient is taken from `.grad` after its
+weights, sums wider than a module's own parameters) each gradient is taken from `.grad` after its
 pass, and folded in.
 
 What only a first call does stands in other files: plan and bound.
@@ -362,8 +362,6 @@ class Window(ExitStack):
             sums.unit, _ = self.even
         self.held = [None] * len(self.inputs)
         if folding.lends and folding.wide:
-            if self.own is not None:
-                self.callback(self._narrow, [leaf.grad_dtype for leaf in self.inputs])
             # A wider sum begins with zeros: autograd could only begin it in the leaf's dtype.
             for at, total in arrays.zeros(self.inputs, folding.wide).items():
                 self.held[at] = sums.of[folding.grads[at]] = total
@@ -411,12 +409,6 @@ class Window(ExitStack):
                     leaf.grad_dtype = None  # .grad may have another dtype than the leaf
                 leaf.grad = total
         self.held, self.begun = totals, type(None) not in map(type, totals)
-
-    def _narrow(self, grad_dtypes: Sequence[torch.dtype | None]) -> None:
-        """Lets a module's own parameters have `.grad`s of their own dtypes again."""
-        for leaf, dtype in zip(self.inputs, grad_dtypes, strict=True):
-            leaf.grad = None
-            leaf.grad_dtype = dtype
 
     def _rest(
         self, loss: torch.Tensor, aux: Tree, moving: Sequence[torch.Tensor]

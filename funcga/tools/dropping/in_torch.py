@@ -79,7 +79,7 @@ def result_of(sums: Sums, before: Before) -> Tree:
     take_back(sums, keep, before)
     of_sums, of_rows = (unless_dropped(arrays.as_array(keep), number) for number in (0.0, NAN))
 
-    def fill(leaves: list[Any]) -> None:
+    def fill(leaves: dict[int, Any]) -> None:
         for index in outputs.reduced:
             leaves[index] = _private.pytree.tree_map(of_sums, leaves[index])
         for index in outputs.collected:  # by observers

@@ -36,7 +36,7 @@ def add(sums: Sums, values: Mapping[int, Any], weight: Scalar) -> dict[int, Any]
     return others
 
 
-def normalize(sums: Sums, results: list[Any]) -> dict[int, Any]:
+def normalize(sums: Sums, results: dict[int, Any]) -> dict[int, Any]:
     """Replaces exact sums among the results of a window by what each is normalised to, and returns
     the other ones that are normalised by their folds.
     """
