@@ -208,25 +208,28 @@ class Sums:
         self.total = self.total + arrays.counted(weight)
         self.steps += 1
 
-    def taken(self, index: int, value: torch.Tensor) -> torch.Tensor:
-        """A value as its sum takes it: a list of rows as it is, if torch adds it, else dense."""
-        is_sparse = value.layout is torch.sparse_coo
-        if is_sparse and self.folding.adds[index] and not self.folding.joins:
-            if self.of[index] is None:
-                self.sparse.add(index)
-            return value
-        if index in self.sparse:  # to which nothing dense can be added
-            self.sparse.remove(index)
-            self.of[index] = self.of[index].to_dense()
-        return value.to_dense()
+    def taken(self, values: dict[int, Any]) -> dict[int, Any]:
+        """Values as their sums take them: lists of rows stay so if torch adds them, all else is
+        dense.
+        """
+        of, sparse, folding = self.of, self.sparse, self.folding
+        for index, value in values.items():
+            if value.layout is torch.strided and not sparse:
+                continue
+            if value.layout is torch.sparse_coo and folding.adds[index] and not folding.joins:
+                if of[index] is None:
+                    sparse.add(index)
+                continue
+            if index in sparse:  # to which nothing dense can be added
+                sparse.remove(index)
+                of[index] = of[index].to_dense()
+            values[index] = value.to_dense()
+        return values
 
     def add_reduced(self, values: Mapping[int, Any], weight: Scalar) -> None:
         """Folds the reduced ones of these leaves in, all that are added alike in one kernel."""
         of, folds, adds = self.of, self.folding.folds, self.folding.adds
-        values = {index: values[index] for index in values if index in folds}
-        for index, value in values.items():
-            if value.layout is not torch.strided or self.sparse:
-                values[index] = self.taken(index, value)
+        values = self.taken({index: values[index] for index in values if index in folds})
         others: dict[int, torch.Tensor] = values
         if self.folding.joins:
             others = self.folding.joins.add(self, values, weight)

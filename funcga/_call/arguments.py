@@ -130,8 +130,7 @@ class Arguments:
                 are_rows = rows if is_argument else None
                 are_examples = _look_alike(flatten(examples)[0], len(examples), are_rows)
             else:  # a dict for each row, as the targets of detection are
-                are_dicts = all(isinstance(example, Mapping) for example in examples)
-                are_examples = are_dicts and len(examples) == rows > 1
+                are_examples = len(examples) == rows > 1 and isinstance(examples[0], Mapping)
             if are_examples:
                 raise FuncgaError(
                     f"a list of {len(examples)} arrays is split: axis 0 of each would be taken for "

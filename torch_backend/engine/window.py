@@ -380,7 +380,7 @@ class Window(ExitStack):
         new = [at for at, grad in enumerate(grads) if grad is not None and grad is not held[at]]
         firsts = [grads[at] for at in new]
         if sums.sparse or {*map(_LAYOUT, firsts)} - {torch.strided}:
-            firsts = [sums.taken(indices[at], grads[at]) for at in new]
+            firsts = [*sums.taken({indices[at]: grads[at] for at in new}).values()]
         # Later gradients are added in place, so nobody else may hold this memory.
         for at, total in zip(new, arrays.in_own_memory(firsts), strict=True):
             if total is not grads[at]:
