@@ -71,7 +71,7 @@ def surrogate(policy, batch):
 
 def grpo(policy, batch, *, totals):
     """The mean over completions of the mean over the tokens of each."""
-    return (surrogate(policy, batch).sum(1) / batch["mask"].sum(1)).sum() / totals["rows"]
+    return (surrogate(policy, batch).sum(1) / batch["mask"].sum(1).clamp(min=1)).sum() / totals["rows"]
 
 
 def dapo(policy, batch, *, totals):
@@ -86,7 +86,7 @@ def count(batch):
 
 def grpo_by_hand(policy, batch):
     """GRPO of one micro-batch."""
-    return (surrogate(policy, batch).sum(1) / batch["mask"].sum(1)).mean()
+    return (surrogate(policy, batch).sum(1) / batch["mask"].sum(1).clamp(min=1)).mean()
 
 
 def dapo_by_hand(policy, batch):
