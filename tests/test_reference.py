@@ -20,6 +20,8 @@ import funcga
 import jax_backend
 import torch_backend
 from funcga import checks, normalizers, observers, statistics, transforms, trees
+from tests.core import test_folds
+from tests.fold import test_laws
 
 REFERENCE = Path(__file__).parent.parent / "docs" / "reference"
 # A name that also stands on a package is that package's.
@@ -49,6 +51,9 @@ def test_every_fold_is_exported_and_on_its_pages():
         "__all__ in funcga/__init__.py": [name for name in folds if name not in (*funcga.__all__, "max", "min", "sum")],
         "docs/reference/folds.md": [name for name in folds if f"autofunction:: funcga.{name}\n" not in reference],
         "a table of docs/howto/folds.md": [name for name in folds if not is_in_table(name)],
+        "FOLDS in tests/problems.py or tests/fold/test_laws.py, or that of tests/core/test_folds.py": [
+            name for name in folds if name not in {**test_laws.FOLDS, **test_folds.FOLDS}
+        ],
     }
     assert not any(missing.values()), missing
     assert len(folds) >= 11

@@ -356,7 +356,6 @@ def test_no_limit_that_is_none_makes_leaves_close(options):
     (jax.random.key(0), r"^`the array` is key<fry>\[\], which cannot be converted: .* Use jax.random.key_data\(arr\)"),
     ({"k": jax.ShapeDtypeStruct((2,), "float32")}, r"`k` is float32\[2\], which cannot be converted: it is a shape without numbers"),
     ({"k": torch.ones(2, device="meta")}, r"`k` is float32\[2\], which cannot be converted: Cannot copy out of meta tensor"),
-    ({"l": {"w": torch.eye(3).to_sparse()}}, r"`l\.w` is float32\[3, 3\], which cannot be converted: can't convert Sparse layout"),
 ])  # fmt: skip
 def test_what_cannot_be_compared(tree, text):
     with pytest.raises(funcga.FuncgaError, match=text):

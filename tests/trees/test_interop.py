@@ -246,7 +246,6 @@ NARROWED = 'as 64-bit types are switched off. Switch them on: jax.config.update(
         (to_torch, lambda: jax.ShapeDtypeStruct((3,), "float32"), "float32[3]", "it is a shape without numbers."),
         (to_numpy, lambda: jax.ShapeDtypeStruct((3,), "float32"), "float32[3]", "it is a shape without numbers."),
         (to_jax, lambda: torch.ones(2, device="meta"), "float32[2]", "Cannot copy out of meta tensor; no data!"),
-        (to_numpy, lambda: torch.ones(2).to_sparse(), "float32[2]", "can't convert Sparse layout tensor to numpy. Use Tensor.to_dense() first."),
         (to_jax, fake, "float32[3]", ".numpy() is not supported for tensor subclasses."),
     ],
 )  # fmt: skip
@@ -343,6 +342,14 @@ def test_modules_and_tied_tensors():
         for copy in (True, None):
             moved = move(tied, copy=copy)
             assert shares_memory(moved["a"], moved["b"]) == {"": copy is None}
+
+
+def test_sparse_tensors_become_dense():
+    rows = torch.sparse_coo_tensor([[1, 1, 3]], torch.ones(3, 2), (5, 2))
+    for move in (to_numpy, to_jax):
+        for copy in (True, None):
+            assert np.array_equal(np.asarray(move(rows, copy=copy)), rows.to_dense().numpy())
+        check_refused("copy=False asks for no copy", move, rows, copy=False)
 
 
 def test_what_shares_memory_can_be_asked():

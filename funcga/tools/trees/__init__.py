@@ -85,8 +85,8 @@ def to_jax(tree: Tree, *, copy: bool | None = True, device: object = None) -> Tr
 
     Raises:
         FuncgaError: If an array, which the error names, has 64 bits while these are disabled in
-            JAX, which would narrow it silently; if JAX does not support it: a DTensor, a sparse
-            tensor, a dtype such as torch.int4, a tensor of a running torch.func transform. If
+            JAX, which would narrow it silently; if JAX does not support it: a DTensor,
+            a dtype such as torch.int4, a tensor of a running torch.func transform. If
             there is no such device, JAX says so.
 
     Example:

@@ -32,7 +32,7 @@ def export_array(leaf: torch.Tensor, platforms: set[str]) -> Array:
     if is_dtensor(leaf):
         raise TypeError("it is a DTensor, which lies on several devices; x.full_tensor() does not")
     # A tensor may be conjugated, or negated, only when it is read.
-    tensor = leaf.detach().resolve_conj().resolve_neg()
+    tensor = leaf.detach().to_dense().resolve_conj().resolve_neg()
     # JAX calls both CUDA and ROCm "gpu", and imports only contiguous arrays by DLPack.
     platform = "gpu" if leaf.is_cuda else leaf.device.type
     return tensor.contiguous() if platform in platforms else _as_numpy(tensor.cpu())

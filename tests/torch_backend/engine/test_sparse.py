@@ -237,6 +237,24 @@ def test_halves_are_summed_in_float32(dtype, source):
     torch.testing.assert_close(table.to_dense()[0], 2 * model.table.weight[0].detach())
 
 
+def test_a_summary_and_its_loss_may_both_use_the_table():
+    """`coupled`: rows from the summary, and a penalty on the whole table from the loss."""
+    model, dense = models()
+    summary, penalized = lambda m, ids: m(ids), lambda m, s: s.var() + 0.1 * m.table.weight.square().sum()
+    step = funcga.coupled(torch_backend.module_value_and_grad(model, summary), penalized, n=3)
+    ids = batch()
+    for _ in range(2):
+        check(step(ids)[1], whole(dense, penalized(dense, dense(ids))), is_sparse=False)
+    without = funcga.coupled(torch_backend.module_value_and_grad(model, summary), lambda m, s: s.var(), n=3)
+    check(without(ids)[1], whole(dense, dense(ids).var()))
+
+
+def test_verify_compares_them():
+    model, _ = models()
+    pure = torch_backend.pure_loss(model, loss_fn)
+    assert funcga.verify(funcga.value_and_grad(pure), torch_backend.trainable(model), batch(), n=3).ok
+
+
 def merged(group):
     model, dense = models()
     ids = batch(12)
