@@ -246,7 +246,7 @@ def test_the_readme_says_what_the_committed_file_says():
 def test_pictures(tmp_path, sample):
     file = tmp_path / "picture.png"
     written = draw(sample, file)
-    assert [picture.stem for picture in written] == ["picture-torch", "picture-summary"]
+    assert [picture.stem for picture in written] == ["picture-torch", "picture-torch-growth", "picture-summary"]
     assert all(4_000 < picture.stat().st_size < 150_000 for picture in written)
     only = sample._replace(cases={"imports": sample.cases["imports"]})
     assert draw(only, file) == []  # nothing of what it draws
