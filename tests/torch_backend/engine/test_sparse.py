@@ -127,9 +127,10 @@ def test_sums_that_torch_does_not_add_to_are_dense():
     torch.testing.assert_close(table, torch.stack(of_each).amax(0))
 
 
+@pytest.mark.parametrize("by_autograd", [True, False])
 @pytest.mark.parametrize("weights", [(1, 1, 1, 1), (3, 1, 2, 1)])
 @pytest.mark.parametrize("tied", [(True,) * 4, (False, True, False, False), (True, False, False, True)])
-def test_beside_dense_gradients_it_is_dense(tied, weights):
+def test_beside_dense_gradients_it_is_dense(tied, weights, by_autograd):
     """As of weights that are tied: in each micro-batch, or from the second one on."""
     model, dense = models()
     parts = [
@@ -137,7 +138,10 @@ def test_beside_dense_gradients_it_is_dense(tied, weights):
         for part, is_tied, w in zip(batch(8).split(2), tied, weights, strict=True)
     ]
     loss = lambda model, part: model(part["ids"], part["tied"]).mean()
-    step = funcga.stream(torch_backend.module_value_and_grad(model, loss), weight=lambda part: part["weight"])
+    gradient = torch_backend.module_value_and_grad(model, loss)
+    grad_fn = gradient if by_autograd else lambda part: gradient(part)  # of any function the values are added
+    in_axes = None if by_autograd else 0
+    step = funcga.stream(grad_fn, weight=lambda part: part["weight"], in_axes=in_axes)
     for _ in range(3):
         losses = [w * loss(dense, part) for w, part in zip(weights, parts, strict=True)]
         check(step(parts)[1], whole(dense, sum(losses) / sum(weights)), is_sparse=False)
