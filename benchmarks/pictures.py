@@ -99,29 +99,6 @@ def _ratios_figure(pairs: Sequence[Pair]) -> Figure:
     """The ratios to every rival."""
     rows = _rows(pairs)
     figure = Figure(figsize=(WIDTH, 1.4 + 0.4 * len(rows)), layout="constrained")
-    _draw_ratios(figure, pairs, rows)
-    return figure
-
-
-def _growth_figure(grown: dict[tuple[str, str], list[Point]]) -> Figure:
-    """How time and memory grow: a row of two panels for each axis."""
-    axes = list(dict.fromkeys(axis for axis, _ in grown))
-    figure = Figure(figsize=(WIDTH, 1.7 * len(axes)), layout="constrained")
-    _draw_growth(figure, axes, grown)
-    return figure
-
-
-Row = tuple[str, str, str]  # a setting, a rival, what of ours it is compared with; "" and "" are the setting's heading
-
-
-def _rows(pairs: Sequence[Pair]) -> list[Row]:
-    """The rows from the top; each setting has a heading."""
-    rows = list(dict.fromkeys((pair.setting, pair.rival, pair.ours) for pair in pairs))
-    settings = dict.fromkeys(setting for setting, _, _ in rows)
-    return [row for key in settings for row in [(key, "", ""), *(row for row in rows if row[0] == key)]]
-
-
-def _draw_ratios(figure: Figure, pairs: Sequence[Pair], rows: Sequence[Row]) -> None:
     places = {row: place for place, row in enumerate(rows)}
     workloads = list(dict.fromkeys(pair.workload for pair in pairs))
     left, right = panels = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
@@ -147,6 +124,33 @@ def _draw_ratios(figure: Figure, pairs: Sequence[Pair], rows: Sequence[Row]) -> 
         _ratio_axis(ax)
     figure.suptitle("funcga over the other; left of 1, funcga is faster or leaner", fontsize=8)
     figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=7.5)
+    return figure
+
+
+def _growth_figure(grown: dict[tuple[str, str], list[Point]]) -> Figure:
+    """How time and memory grow: a row of two panels for each axis."""
+    axes = list(dict.fromkeys(axis for axis, _ in grown))
+    figure = Figure(figsize=(WIDTH, 1.7 * len(axes)), layout="constrained")
+    grid = figure.subplots(len(axes), 2, squeeze=False)
+    for (left, right), axis in zip(grid, axes, strict=True):
+        found = {key: points for (of, key), points in grown.items() if of == axis}
+        _lines(left, found, lambda point, own: 1e3 * own["seconds"][1] / point.microbatches)
+        _lines(right, found, lambda point, own: own.get("peak_bytes", 0) / 2**20)
+        for ax in (left, right):
+            ax.set_xlabel(_UNITS.get(axis, axis), fontsize=7.5)
+    grid[0][0].set_title("ms of a micro-batch", fontsize=8)
+    grid[0][1].set_title("MiB at the peak", fontsize=8)
+    return figure
+
+
+Row = tuple[str, str, str]  # a setting, a rival, what of ours it is compared with; "" and "" are the setting's heading
+
+
+def _rows(pairs: Sequence[Pair]) -> list[Row]:
+    """The rows from the top; each setting has a heading."""
+    rows = list(dict.fromkeys((pair.setting, pair.rival, pair.ours) for pair in pairs))
+    settings = dict.fromkeys(setting for setting, _, _ in rows)
+    return [row for key in settings for row in [(key, "", ""), *(row for row in rows if row[0] == key)]]
 
 
 def _ratio_axis(ax: Any) -> None:
@@ -173,18 +177,6 @@ def _label(row: Row, pairs: Sequence[Pair]) -> str:
     alone = pair.ours_name == "funcga" or len({pair.ours for pair in mine}) == 1
     ours = "" if alone else f" | {pair.ours_name.removeprefix('funcga, ')}"
     return f"{pair.rival_name}{ours}".replace("`", "")
-
-
-def _draw_growth(figure: Figure, axes: Sequence[str], grown: dict[tuple[str, str], list[Point]]) -> None:
-    grid = figure.subplots(len(axes), 2, squeeze=False)
-    for (left, right), axis in zip(grid, axes, strict=True):
-        found = {key: points for (of, key), points in grown.items() if of == axis}
-        _lines(left, found, lambda point, own: 1e3 * own["seconds"][1] / point.microbatches)
-        _lines(right, found, lambda point, own: own.get("peak_bytes", 0) / 2**20)
-        for ax in (left, right):
-            ax.set_xlabel(_UNITS.get(axis, axis), fontsize=7.5)
-    grid[0][0].set_title("ms of a micro-batch", fontsize=8)
-    grid[0][1].set_title("MiB at the peak", fontsize=8)
 
 
 def _lines(ax: Any, found: dict[str, list[Point]], value: Callable[[Point, Any], float]) -> None:

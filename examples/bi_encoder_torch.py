@@ -11,6 +11,7 @@ Plain accumulation has only the negatives of a micro-batch, 3 in place of 31 her
 """
 
 import torch
+from by_hand import apart
 from torch.nn.functional import cross_entropy, normalize
 from training import PAD, paragraphs
 from transformers import BertConfig, BertModel
@@ -67,11 +68,6 @@ def one_graph(model, queries, answers):
     loss = ranking_loss(model, {name: torch.cat([s[name] for s in summaries]) for name in summaries[0]})
     params = torch_backend.trainable(model)
     return dict(zip(params, torch.autograd.grad(loss, params.values()), strict=True))
-
-
-def apart(left, right):
-    """The largest difference of the gradients, relative to the largest element of the second."""
-    return max((left[k] - right[k]).abs().max() for k in right) / max(right[k].abs().max() for k in right)
 
 
 def main():

@@ -14,6 +14,8 @@ those of the loader, and `stream` takes them as they are.
 from itertools import chain
 
 import torch
+from boxes import CLASSES, microbatch
+from by_hand import apart, gradient_by_hand
 from scipy.optimize import linear_sum_assignment
 from torch import nn
 from torch.nn.functional import cross_entropy, l1_loss
@@ -21,7 +23,7 @@ from torch.nn.functional import cross_entropy, l1_loss
 import funcga
 import torch_backend
 
-CLASSES, QUERIES, WIDTH = 3, 6, 32
+QUERIES, WIDTH = 6, 32
 NO_OBJECT = 0.1  # the weight of the class "no object"
 
 
@@ -90,32 +92,6 @@ def of_batch(model, images, targets):
     return of_classes + of_boxes / max(1, count(images, targets)["boxes"])
 
 
-def by_hand(model, microbatches):
-    """The gradient that `(loss / n).backward()` leaves after n micro-batches; of one, that of the whole batch."""
-    model.zero_grad()
-    for microbatch in microbatches:
-        (of_batch(model, *microbatch) / len(microbatches)).backward()
-    return {name: p.grad for name, p in model.named_parameters()}
-
-
-def apart(left, right):
-    """The largest difference of two gradients, relative to the largest element of the second."""
-    return max(abs(left[k] - right[k]).max() for k in right) / max(abs(g).max() for g in right.values())
-
-
-def microbatch(counts):
-    """Images of 32 x 32 pixels with so many boxes each, as a collate function joins them."""
-    images, targets = 0.1 * torch.randn(len(counts), 3, 32, 32), []
-    for image, boxes in zip(images, counts, strict=True):
-        center, size = 0.25 + 0.5 * torch.rand(boxes, 2), 0.2 + 0.2 * torch.rand(boxes, 2)
-        target = {"boxes": torch.cat([center, size], 1), "labels": torch.randint(CLASSES, (boxes,))}
-        for label, corners in zip(target["labels"], torch.cat([center - size / 2, center + size / 2], 1), strict=True):
-            left, top, right, bottom = (32 * corners).long()
-            image[label, top:bottom, left:right] += 1
-        targets.append(target)
-    return images, targets
-
-
 def main(updates=30):
     """One window against the whole batch, and some training."""
     torch.manual_seed(0)
@@ -124,10 +100,10 @@ def main(updates=30):
     window = [microbatch(counts) for counts in ([4, 1, 3], [0, 0, 0], [1, 0, 0], [2, 5, 0], [1, 1])]
     step = funcga.stream(torch_backend.module_value_and_grad(model, part), fold=funcga.sum(), totals=count)
     images, targets = zip(*window, strict=True)
-    whole = by_hand(model, [(torch.cat(images), [*chain.from_iterable(targets)])])
+    whole = gradient_by_hand(model, of_batch, [(torch.cat(images), [*chain.from_iterable(targets)])])
     _, grads = step(window)
     print(f"DETR, {len(window)} micro-batches, one without any box: off by {apart(grads, whole):.0e}")
-    print(f"    the usual loop, (loss / n).backward(): {apart(by_hand(model, window), whole):.0%}")
+    print(f"    the usual loop, (loss / n).backward(): {apart(gradient_by_hand(model, of_batch, window), whole):.0%}")
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     for update in range(updates):

@@ -18,6 +18,7 @@ Source of the weights: Hang and others (2023), "Efficient Diffusion Training via
 import copy
 
 import torch
+from by_hand import gradient_by_hand
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -65,14 +66,6 @@ def batches(updates):
         yield images, torch.randn(ROWS, 1, 8, 8), torch.randint(TIMESTEPS, (ROWS,))
 
 
-def gradient_by_hand(model, microbatches):
-    """{name: gradient} after `(loss / n).backward()` for each of n micro-batches."""
-    model.zero_grad()
-    for microbatch in microbatches:
-        (loss_fn(model, *microbatch) / len(microbatches)).backward()
-    return {name: p.grad for name, p in model.named_parameters()}
-
-
 def trained(model, data, backward, microbatches=1):
     """How far the weights, and their EMA, have gone after an update for each batch; it moves with each micro-batch."""
     start = copy.deepcopy(model.state_dict())
@@ -100,16 +93,16 @@ def main(updates=12):
     torch.set_default_dtype(torch.float64)
     model, data = UNet(), [*batches(updates)]
     at_once, in_loop = copy.deepcopy(model), copy.deepcopy(model)
-    whole = gradient_by_hand(model, [data[0]])
+    whole = gradient_by_hand(model, loss_fn, [data[0]])
     for size in (7, 8):
         step = funcga.accumulate(torch_backend.module_value_and_grad(model, loss_fn), microbatch_size=size)
-        loop = gradient_by_hand(model, [*zip(*(leaf.split(size) for leaf in data[0]), strict=True)])
+        loop = gradient_by_hand(model, loss_fn, [*zip(*(leaf.split(size) for leaf in data[0]), strict=True)])
         off, usual = apart(step(*data[0])[1], whole), apart(loop, whole)
         print(f"min-SNR loss, {ROWS} rows in micro-batches of {size}: off by {off}; the usual loop: {usual}")
 
-    weights, ema = trained(at_once, data, lambda *batch: gradient_by_hand(at_once, [batch]))
+    weights, ema = trained(at_once, data, lambda *batch: gradient_by_hand(at_once, loss_fn, [batch]))
     ours = trained(model, data, lambda *batch: torch_backend.assign_grads(model, step(*batch)[1]))
-    _, too_fast = trained(in_loop, data, lambda *batch: gradient_by_hand(in_loop, [batch]), microbatches=3)
+    _, too_fast = trained(in_loop, data, lambda *batch: gradient_by_hand(in_loop, loss_fn, [batch]), microbatches=3)
     print(f"after {updates} updates: weights off by {apart(ours[0], weights)}, EMA off by {apart(ours[1], ema)}")
     print(f"an EMA that moves with each of 3 micro-batches: off by {apart(too_fast, ema)}")
 

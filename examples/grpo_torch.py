@@ -10,6 +10,7 @@ The policy is to repeat its prompt, a token, and then to stop. It learns it from
 """
 
 import torch
+from by_hand import gradient_by_hand
 from torch import nn
 
 import funcga
@@ -94,14 +95,6 @@ def dapo_by_hand(policy, batch):
     return surrogate(policy, batch).sum() / batch["mask"].sum()
 
 
-def gradient_by_hand(policy, loss_fn, batches):
-    """The gradient after `(loss / n).backward()` for each of n micro-batches."""
-    policy.zero_grad()
-    for batch in batches:
-        (loss_fn(policy, batch) / len(batches)).backward()
-    return {name: p.grad.clone() for name, p in policy.named_parameters()}
-
-
 def distance(left, right):
     """How far two gradients are apart, relative to the second."""
     difference = sum((left[name] - right[name]).square().sum() for name in right)
@@ -122,8 +115,8 @@ def main(updates=40):
         gradient = torch_backend.module_value_and_grad(policy, loss_fn)
         step = funcga.accumulate(gradient, microbatch_size=MICROBATCH, fold=funcga.sum(), totals=count)
         _, grads = step(batch)
-        whole = gradient_by_hand(policy, by_hand, [batch])
-        off = distance(gradient_by_hand(policy, by_hand, microbatches), whole)
+        whole = gradient_by_hand(policy, by_hand, [(batch,)])
+        off = distance(gradient_by_hand(policy, by_hand, [(microbatch,) for microbatch in microbatches]), whole)
         print(f"{name}: that of the whole batch: {distance(grads, whole) < 1e-12}; by hand it is off by {off:.1%}")
 
     # `step` is that of DAPO now.

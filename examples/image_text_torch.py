@@ -16,6 +16,7 @@ Kolesnikov and Beyer (2023), "Sigmoid loss for language image pre-training".
 import math
 
 import torch
+from by_hand import apart
 from torch import nn
 from torch.nn.functional import cross_entropy, logsigmoid, normalize
 
@@ -68,11 +69,6 @@ def plainly(model, loss_fn, n):
     """The same loss, accumulated as usual: the mean of the losses of n micro-batches."""
     of_rows = lambda model, *rows: loss_fn(model, embed(model, *rows))
     return funcga.accumulate(torch_backend.module_value_and_grad(model, of_rows), n)
-
-
-def apart(left, right):
-    """The largest difference of the gradients, relative to the largest element of the second."""
-    return max((left[k] - right[k]).abs().max() for k in right) / max(right[k].abs().max() for k in right)
 
 
 def compare(model, loss_fn, batch):

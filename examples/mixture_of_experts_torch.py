@@ -12,6 +12,7 @@ Source: Fedus, Zoph and Shazeer (2022), "Switch Transformers".
 """
 
 import torch
+from by_hand import apart
 from torch import nn
 from torch.nn.functional import cross_entropy, one_hot, pad
 from training import PAD, paragraphs
@@ -81,11 +82,6 @@ def plainly(model, loss_fn, n):
     """The same loss, accumulated as usual, with the right weights."""
     of_rows = lambda model, tokens: loss_fn(model, statistics(model, tokens))
     return funcga.accumulate(torch_backend.module_value_and_grad(model, of_rows), n, weight=count_tokens)
-
-
-def apart(left, right):
-    """The largest difference of the gradients, relative to the largest element of the second."""
-    return max((left[k] - right[k]).abs().max() for k in right) / max(right[k].abs().max() for k in right)
 
 
 def main():

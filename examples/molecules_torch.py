@@ -13,6 +13,7 @@ axis: the micro-batches are those of the loader, and `stream` takes them as they
 """
 
 import torch
+from by_hand import apart, gradient_by_hand
 from torch import nn
 
 import funcga
@@ -83,19 +84,6 @@ def of_batch(model, graphs):
     return of_graphs.mean() + FORCE_WEIGHT * of_atoms.mean()
 
 
-def by_hand(model, microbatches):
-    """The gradient that `(loss / n).backward()` leaves after n micro-batches; of one, that of the whole batch."""
-    model.zero_grad()
-    for graphs in microbatches:
-        (of_batch(model, graphs) / len(microbatches)).backward()
-    return {name: p.grad for name, p in model.named_parameters()}
-
-
-def apart(left, right):
-    """The largest difference of two gradients, relative to the largest element of the second."""
-    return max(abs(left[k] - right[k]).max() for k in right) / max(abs(g).max() for g in right.values())
-
-
 def morse(graphs, pos):
     """The energies that are to be learned."""
     (to, of), z = graphs["edge_index"], graphs["z"]
@@ -131,10 +119,11 @@ def main(epochs=10):
     loader = [joined(molecules[start : start + 4]) for start in range(0, 34, 4)]
 
     step = funcga.stream(torch_backend.module_value_and_grad(model, part), fold=funcga.sum(), totals=count)
-    whole = by_hand(model, [joined(molecules)])
+    whole = gradient_by_hand(model, of_batch, [(joined(molecules),)])
     _, grads = step(loader)
     print(f"energies and forces, {len(loader)} micro-batches of graphs: off by {apart(grads, whole):.0e}")
-    print(f"    the usual loop, (loss / n).backward(): {apart(by_hand(model, loader), whole):.0%}")
+    usual = gradient_by_hand(model, of_batch, [(graphs,) for graphs in loader])
+    print(f"    the usual loop, (loss / n).backward(): {apart(usual, whole):.0%}")
 
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
     for epoch in range(epochs):

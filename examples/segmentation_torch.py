@@ -12,6 +12,7 @@
 """
 
 import torch
+from by_hand import apart
 from torch import nn
 from torch.nn.functional import cross_entropy, interpolate, max_pool2d, one_hot
 
@@ -94,11 +95,6 @@ def by_hand(model, loss_fn, images, masks, sizes):
         if loss.isfinite():  # it is not where no pixel is labelled
             loss.backward()
     return {name: p.grad for name, p in model.named_parameters()}
-
-
-def apart(left, right):
-    """The largest difference of two gradients, relative to the largest element of the second."""
-    return max(abs(left[k] - right[k]).max() for k in right) / max(abs(g).max() for g in right.values())
 
 
 def problem(rows=18, size=16):

@@ -19,6 +19,7 @@ Source of the transducer: Graves (2012), "Sequence Transduction with Recurrent N
 from functools import partial
 
 import torch
+from by_hand import apart, gradient_by_hand
 from torch import nn
 from torch.nn.functional import ctc_loss, pad
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
@@ -89,14 +90,6 @@ def recordings(rows=24, most=6):
     return features.double(), lengths, targets, target_lengths
 
 
-def gradient_by_hand(model, loss_fn, microbatches):
-    """The gradient after `(loss / n).backward()` for each of n micro-batches."""
-    model.zero_grad()
-    for microbatch in microbatches:
-        (loss_fn(model, *microbatch) / len(microbatches)).backward()
-    return torch.cat([p.grad.flatten() for p in model.parameters()])
-
-
 def main():
     """Prints how far each gradient is from that of the whole batch."""
     torch.manual_seed(0)
@@ -114,11 +107,11 @@ def main():
     ):
         loss_fn = partial(loss, reduction=reduction)
         step = funcga.accumulate(torch_backend.module_value_and_grad(model, loss_fn), microbatch_size=size, **options)
-        grads = torch.cat([grad.flatten() for grad in step(*batch)[1].values()])
+        _, grads = step(*batch)
         by_hand = per_token(loss_fn) if reduction == "sum" else loss_fn
         whole = gradient_by_hand(model, by_hand, [batch])
         usual = gradient_by_hand(model, by_hand, [*zip(*(leaf.split(size) for leaf in batch), strict=True)])
-        off, usual = [((each - whole).abs().max() / whole.abs().max()).item() for each in (grads, usual)]
+        off, usual = apart(grads, whole), apart(usual, whole)
         print(f"{name}, 24 in micro-batches of {size}: off by {shown(off)}; (loss / n).backward(): {shown(usual)}")
 
 

@@ -14,6 +14,7 @@ and `max()` its largest radius.
 """
 
 import torch
+from by_hand import apart
 from torch import nn
 from torch.nn.functional import avg_pool2d
 
@@ -94,11 +95,6 @@ def by_hand(params, views):
     for view in views:
         (loss_fn(params, 0.0, view)[0] / len(views)).backward()
     return {name: p.grad for name, p in params.items()}
-
-
-def apart(left, right):
-    """The largest difference of two gradients, relative to the largest element of the second."""
-    return max(abs(left[k] - right[k]).max() for k in right) / max(abs(g).max() for g in right.values())
 
 
 def views(truth):

@@ -15,6 +15,7 @@ Sources: Bardes, Ponce and LeCun (2022), "VICReg"; Zbontar, Jing, Misra, LeCun a
 """
 
 import torch
+from by_hand import apart
 from torch.nn.functional import relu
 
 import funcga
@@ -84,12 +85,6 @@ def problem(rows=30):
     params = {"w": torch.randn(6, 16) / 2, "v": torch.randn(16, 4) / 4}
     x = torch.randn(rows, 6)
     return params, x + torch.randn(rows, 6), x + torch.randn(rows, 6)
-
-
-def apart(left, right):
-    """The largest difference of the gradients, relative to the largest element of the second."""
-    names = [*right]
-    return max(abs(left[k] - right[k]).max() for k in names) / max(abs(right[k]).max() for k in names)
 
 
 def main():

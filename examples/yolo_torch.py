@@ -18,13 +18,15 @@ of the loader, and `stream` takes them as they are.
 from itertools import chain
 
 import torch
+from boxes import CLASSES, microbatch
+from by_hand import apart, gradient_by_hand
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits, one_hot
 
 import funcga
 import torch_backend
 
-CLASSES, GRID, WIDTH = 3, 8, 32
+GRID, WIDTH = 8, 32
 
 
 class Yolo(nn.Module):
@@ -100,32 +102,6 @@ def of_batch_by_scores(model, images, targets):
     return total / scores.clamp(min=1)
 
 
-def by_hand(model, loss_fn, microbatches):
-    """The gradient that `(loss / n).backward()` leaves after n micro-batches; of one, that of the whole batch."""
-    model.zero_grad()
-    for microbatch in microbatches:
-        (loss_fn(model, *microbatch) / len(microbatches)).backward()
-    return {name: p.grad for name, p in model.named_parameters()}
-
-
-def apart(left, right):
-    """The largest difference of two gradients, relative to the largest element of the second."""
-    return max(abs(left[k] - right[k]).max() for k in right) / max(abs(g).max() for g in right.values())
-
-
-def microbatch(counts):
-    """Images of 32 x 32 pixels with so many boxes each, as a collate function joins them."""
-    images, targets = 0.1 * torch.randn(len(counts), 3, 32, 32), []
-    for image, boxes in zip(images, counts, strict=True):
-        center, size = 0.25 + 0.5 * torch.rand(boxes, 2), 0.2 + 0.2 * torch.rand(boxes, 2)
-        target = {"boxes": torch.cat([center, size], 1), "labels": torch.randint(CLASSES, (boxes,))}
-        for label, corners in zip(target["labels"], torch.cat([center - size / 2, center + size / 2], 1), strict=True):
-            left, top, right, bottom = (32 * corners).long()
-            image[label, top:bottom, left:right] += 1
-        targets.append(target)
-    return images, targets
-
-
 def main(updates=20):
     """One window against the whole batch, for both losses, and some training."""
     torch.manual_seed(0)
@@ -141,7 +117,7 @@ def main(updates=20):
     (_, scores), sums_of_grads = sums(window)
     by_score = {name: g / scores.clamp(min=1) for name, g in sums_of_grads.items()}
     for name, loss_fn, ours in (("counts", of_batch, grads), ("target scores", of_batch_by_scores, by_score)):
-        whole, usual = by_hand(model, loss_fn, [batch]), by_hand(model, loss_fn, window)
+        whole, usual = gradient_by_hand(model, loss_fn, [batch]), gradient_by_hand(model, loss_fn, window)
         print(f"YOLO, divided by {name}, {len(window)} micro-batches: off by {apart(ours, whole):.0e}")
         print(f"    the usual loop, (loss / n).backward(): {apart(usual, whole):.0%}")
 

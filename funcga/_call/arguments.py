@@ -127,8 +127,9 @@ class Arguments:
                 # A DataLoader makes its argument a list of the parts of a batch, which may be
                 # alike.
                 is_argument = any(examples is part.value for part in split)
-                are_rows = rows if is_argument else None
-                are_examples = _look_alike(flatten(examples)[0], len(examples), are_rows)
+                are_examples = _look_alike(
+                    flatten(examples)[0], len(examples), rows if is_argument else None
+                )
             else:  # a dict for each row, as the targets of detection are
                 are_examples = len(examples) == rows > 1 and isinstance(examples[0], Mapping)
             if are_examples:

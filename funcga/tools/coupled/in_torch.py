@@ -189,9 +189,8 @@ def _in_two_passes(
     # The loss is the same on every replica, and so is its own gradient.
     leaves, structure = trees.flatten(grads)
     pairs = zip(leaves, map(grad_of.get, params), strict=True)
-    grads = trees.unflatten(
-        structure, [g if own is None else arrays.strided(g) + own for g, own in pairs]
-    )
+    leaves = [g if own is None else arrays.strided(g) + own for g, own in pairs]
+    grads = trees.unflatten(structure, leaves)
     return (value, aux) if job.gradient.has_aux else value, grads
 
 

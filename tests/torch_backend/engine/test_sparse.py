@@ -6,13 +6,12 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import embedding
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import funcga
 import torch_backend
 from funcga.observers import gradient_norms
 from tests.processes import processes
+from tests.programs import example
 
 ROWS, WIDTH = 40, 3
 
@@ -159,22 +158,6 @@ def test_a_table_that_some_micro_batches_do_not_use():
         check(step(parts)[1], expected)
 
 
-class Largest(TorchDispatchMode):
-    """The bytes of the largest tensor that is made."""
-
-    bytes = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        known = {
-            leaf.data_ptr() for leaf in tree_leaves(args) if torch.is_tensor(leaf) and leaf.layout is torch.strided
-        }
-        for leaf in tree_leaves(out):
-            if torch.is_tensor(leaf) and leaf.layout is torch.strided and leaf.data_ptr() not in known:
-                self.bytes = max(self.bytes, leaf.untyped_storage().nbytes())
-        return out
-
-
 @pytest.mark.parametrize("options", [{}, {"weight": lambda ids: int(ids.sum()) % 7 + 1}])
 def test_nothing_has_the_size_of_the_table(options):
     torch.manual_seed(0)
@@ -182,13 +165,15 @@ def test_nothing_has_the_size_of_the_table(options):
     optimizer = torch.optim.SparseAdam([model.table.weight])
     step = funcga.accumulate(torch_backend.module_value_and_grad(model, loss_fn), n=4, **options)
     ids = batch(most=10**6)
+    largest_of = example("recommender_torch").Largest
     for _ in range(2):  # a first call, and a warm one; the optimizer makes its moments before the second
-        with Largest() as largest:
+        with largest_of([*model.parameters()]) as largest:
             _, grads = step(ids)
         assert 0 < largest.bytes < 10_000
         torch_backend.assign_grads(model, grads)
         optimizer.step()
-    with Largest() as largest:
+    moments = filter(torch.is_tensor, optimizer.state[model.table.weight].values())
+    with largest_of([*model.parameters(), *moments]) as largest:
         optimizer.step()
     assert largest.bytes < 10_000
 
